@@ -1,0 +1,51 @@
+# Two commands matter: `make demo` trains a network, `make test` proves that the scripts are right.
+# Each sets up what it needs in .venv the first time and is quick after that.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: help demo test lint clean
+.DEFAULT_GOAL := help
+
+help:  ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: about two minutes on two cores
+	$(RUN) 01_snsc.py --epochs 4 --limit 16000
+	@echo
+	@echo "Next: $(RUN) 02_snmc_dp.py --limit 16000   the same with DataParallel"
+	@echo "      $(RUN) 01_snsc.py                    all 50000 shapes, 5 epochs"
+	@echo "      $(RUN) 01_snsc.py --help             other datasets, networks, mixed precision"
+	@echo "      diff 01_snsc.py 02_snmc_dp.py             what a step of the ladder changes"
+
+test: $(VENV)/ready-dev  ## run the tests
+	$(RUN) -m pytest
+
+lint: $(VENV)/ready-dev  ## check style and formatting
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+clean:  ## remove .venv and caches; data/ and results/ stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './data/*' -prune -exec rm -rf {} +
+
+$(VENV)/ready: requirements.txt
+	@$(call make_venv)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/ready-dev: requirements-dev.txt $(VENV)/ready
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+# Debian and Ubuntu ship Python without what venv needs; root may mend that here, others are told how.
+define make_venv
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "make: found `$(PYTHON) --version 2>&1`, expected Python 3.10 or newer: make PYTHON=python3.12 ..." >&2; exit 2; }; \
+	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		[ "`id -u`" = 0 ] && echo "installing python3-venv" && apt-get update -qq && apt-get install -y -qq python3-venv; } || { \
+		echo "make: $(PYTHON) cannot make a virtual environment: sudo apt-get install python3-venv, then again" >&2; exit 2; }; \
+	echo "setting up $(VENV): about two minutes and 6 GB, once"; \
+	$(PYTHON) -m venv $(VENV)
+endef
