@@ -1,0 +1,106 @@
+"""The flags that all scripts share, checked as far as they can be before anything is loaded."""
+
+import argparse
+import math
+import os
+import shutil
+import sys
+import sysconfig
+
+import torch
+
+AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser with the shared flags, whose errors are one line and exit code 2.
+
+    Args:
+        doc: the docstring of the script, printed by --help.
+    """
+
+    def __init__(self, doc):
+        class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+            """Keep the docstring's lines as they are, and show every default."""
+
+        super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False)
+        add = self.add_argument
+        datasets = ("shapes", "cifar10", "mnist", "folder")
+        add("--dataset", choices=datasets, default="shapes", help="folder: train/CLASS/*.jpg, test/CLASS/...")
+        add("--data-dir", default="data", metavar="DIR", help="where the files of a dataset lie")
+        add("--download", action="store_true", help="fetch cifar10 or mnist into --data-dir if missing")
+        add("--epochs", type=_whole(1), default=5, metavar="N", help="passes over the training images")
+        add("--batch-size", type=_whole(1), default=256, metavar="N", help="images a process a step")
+        add("--lr", type=_positive, default=0.01, metavar="RATE", help="learning rate for a global batch of 256")
+        add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr x global batch / 256")
+        add("--workers", type=_whole(0), metavar="N", help="loader processes; none for images in memory")
+        add("--amp", choices=tuple(AMP_DTYPES), default="none", help="mixed precision")
+        add("--channels-last", action="store_true", help="keep images as NHWC: faster with --amp on a GPU")
+        add("--compile", action="store_true", help="compile the network with torch.compile")
+        add("--arch", default="resnet18", metavar="NAME", help="a torchvision network, or mnist_net")
+        add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
+        add("--seed", type=_whole(0), default=0, metavar="N", help="of weights, order and augmentation")
+        add("--limit", type=_whole(1), metavar="N", help="use N training images only, for a quick try")
+        add("--log", metavar="FILE", help="append one JSON line an epoch to FILE")
+        add("--save", metavar="FILE", help="write the trained weights to FILE at the end")
+
+    def parse_args(self, *args, **kwargs):
+        args = super().parse_args(*args, **kwargs)
+        if args.amp == "fp16" and not torch.accelerator.is_available():
+            self.error("argument --amp: fp16 needs a GPU and there is none here; on a CPU use --amp bf16 or none")
+        if args.compile and not _can_compile():
+            fix = "sudo apt-get install g++ python3-dev, or leave --compile out"
+            self.error(f"argument --compile: needs a C++ compiler and Python's headers, not both found; {fix}")
+        for flag, path in (("--log", args.log), ("--save", args.save)):
+            if path is not None and (reason := _unwritable(path)):
+                self.error(f"argument {flag}: cannot write {path}: {reason}; name a file in a folder of yours")
+        return args
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
+
+
+def _whole(least):
+    """The type of a flag that takes a whole number of at least `least`."""
+
+    def parse(text):
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number of {least} or more")
+        return number
+
+    return parse
+
+
+def _positive(text):
+    """The type of a flag that takes a finite number above zero."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} given, expected a number above 0")
+    return number
+
+
+def _can_compile():
+    """Whether torch.compile finds what it calls: on Linux $CXX or g++, on a Mac clang++, and Python.h."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return bool(shutil.which(compiler)) and os.path.exists(sysconfig.get_path("include") + "/Python.h")
+
+
+def _unwritable(path):
+    """Why a file cannot be written, or None. Tried now, not after hours of training."""
+    new = not os.path.exists(path)
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        return error.strerror
+    if new:
+        os.remove(path)
+    return None

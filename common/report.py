@@ -1,0 +1,217 @@
+"""Console lines and run records: what a script prints, and what the charts are drawn from.
+
+A Report also keeps time. The device is synchronised at both ends of an epoch, so seconds are true; the
+first steps of an epoch (compilation, autotuning, workers that start) are left out of images per second;
+evaluation counts in neither.
+"""
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+
+import torch
+import torchvision
+
+PRINT_EVERY = 50  # steps
+WARMUP = 5  # steps left out of images per second, or a tenth of a shorter epoch
+
+
+class Report:
+    """The lines and records of one run; only rank 0 prints and writes.
+
+    Args:
+        args: the shared flags.
+        device: torch.device.
+        rank, world_size, local_world_size: int.
+        lr: the learning rate after scaling.
+        launcher: who started the processes.
+        backend: of the process group; "none" without one.
+    """
+
+    def __init__(self, args, device, rank, world_size, lr, launcher="python", backend="none", local_world_size=1):
+        self.args, self.device, self.lr = args, device, lr
+        self.is_main = rank == 0
+        self.started = time.perf_counter()
+        self.test_acc = None
+        self.record = {
+            "script": os.path.basename(sys.argv[0]),
+            "command": shlex.join([launcher, os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+            "launcher": launcher,
+            "dataset": args.dataset,
+            "data_dir": args.data_dir if args.dataset != "shapes" else None,
+            "limit": args.limit,
+            "augment": args.augment,
+            "model": args.arch,
+            "world_size": world_size,
+            "local_world_size": local_world_size,
+            "backend": backend,
+            "batch_size": args.batch_size,
+            "global_batch": args.batch_size * world_size,
+            "lr": lr,
+            "amp": args.amp,
+            "channels_last": args.channels_last,
+            "compile": args.compile,
+            "sync_bn": getattr(args, "sync_bn", False),
+            "seed": args.seed,
+        } | environment(device)
+        if args.log:
+            self.record["repeat"] = _count_repeats(args.log, self.record["command"])
+
+    def print(self, line):
+        if self.is_main:
+            print(line, flush=True)
+
+    def header(self, net, train_set, test_set):
+        """Print, once a run, everything that decides what it costs and what it gives."""
+        r, args = self.record, self.args
+        weights = sum(p.numel() for p in net.parameters()) / 1e6
+        size = "x".join(str(n) for n in (train_set.channels, *train_set.image_size))
+        held = "in memory" if train_set.in_memory else "read as they come"
+        options = [f"amp {args.amp}", f"seed {args.seed}", *(["channels last"] if args.channels_last else [])]
+        options += ["compiled"] if args.compile else []
+        self.print(f"{r['script']} | started by {r['launcher']} | world size {r['world_size']} | torch {r['torch']}")
+        self.print(f"device: {self.device} ({r['device_name']}, {r['cpu_threads']} CPU threads)")
+        self.print(
+            f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, {held}, "
+            f"{train_set.num_classes} classes | {args.arch}, {weights:.1f} M weights"
+        )
+        self.print(
+            f"global batch = {args.batch_size} x {r['world_size']} = {r['global_batch']} | "
+            f"lr {args.lr:g} -> {self.lr:g} | {', '.join(options)}"
+        )
+
+    def batches(self, loader, epoch):
+        """Yield the batches of one training epoch, measuring how long the loop waits for each."""
+        self.epoch, self.step, self.steps = epoch, 0, len(loader)
+        self.waited, self.images = 0.0, 0
+        self.begin = self.warm = self.line = self._mark()
+        iterator = iter(loader)
+        while self.step < self.steps:
+            asked = time.perf_counter()
+            batch = next(iterator)
+            self.waited += time.perf_counter() - asked
+            self.step, self.images = self.step + 1, self.images + len(batch[1])
+            yield batch
+            if self.step == min(WARMUP, self.steps // 10):
+                self.warm = self.line = self._mark()
+
+    def due(self):
+        """Whether this step gets a line: every 50th, and the last. The same steps on every rank."""
+        return self.step % PRINT_EVERY == 0 or self.step == self.steps
+
+    def show_step(self, totals):
+        """Print loss and accuracy since the epoch began, and the speed since the line before.
+
+        Args:
+            totals: float (3,) on the device: sum of losses, correct answers, images; over all ranks.
+        """
+        loss, correct, seen = totals.tolist()  # note: this waits for the device
+        self.train_loss, self.train_acc = loss / seen, 100 * correct / seen
+        self.print(
+            f"   == step: [{self.step:3}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | "
+            f"loss: {self.train_loss:.3f} | acc: {self.train_acc:6.3f}% | {self._speed(self.line):.0f} img/s"
+        )
+        self.line = self._mark()
+        if self.step == self.steps:
+            self.seconds, self.images_per_second = self.line[0] - self.begin[0], self._speed(self.warm)
+
+    def show_epoch(self, correct, images):
+        """Print the test accuracy of an epoch and write its record.
+
+        Args:
+            correct: tensor, the number of test images answered right, over all ranks.
+            images: int, the number of test images, over all ranks.
+        """
+        self.test_acc = 100 * float(correct) / images
+        wait_share = self.waited / self.seconds
+        self.print(
+            f"   == test: [{self.epoch + 1}/{self.args.epochs}] | acc: {self.test_acc:6.3f}% | "
+            f"epoch took {self.seconds:.1f} s, {self.images_per_second:.0f} img/s, "
+            f"{100 * wait_share:.1f}% of it waiting for data"
+        )
+        if self.args.log and self.is_main:
+            measured = {
+                "epoch": self.epoch + 1,
+                "seconds": round(self.seconds, 3),
+                "images_per_second": round(self.images_per_second, 1),
+                "data_wait_share": round(wait_share, 4),
+                "train_loss": round(self.train_loss, 4),
+                "train_acc": round(self.train_acc, 3),
+                "test_acc": round(self.test_acc, 3),
+                "peak_memory_mib": round(peak_memory() / 2**20),
+            }
+            with open(self.args.log, "a") as file:
+                file.write(json.dumps(self.record | measured) + "\n")
+
+    def summary(self):
+        """Print the last line of a run."""
+        memory = f"peak memory {peak_memory() / 2**30:.2f} GiB"
+        if self.device.type == "cuda":
+            memory += f", on the GPU {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
+        outcome = f"test accuracy {self.test_acc:.2f}% after {self.args.epochs} epochs"
+        self.print(f"done: {outcome} | {time.perf_counter() - self.started:.0f} s | {memory}")
+
+    def _mark(self):
+        """The time, once the device has finished what it was given, and the images of this process so far."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter(), self.images
+
+    def _speed(self, since):
+        """Images per second of all processes together since a mark."""
+        now, images = self._mark()
+        return (images - since[1]) * self.record["world_size"] / (now - since[0])
+
+
+def environment(device):
+    """What a measurement depends on beside its settings: the fields of a record that name hardware and versions."""
+    return {
+        "device": device.type,
+        "device_name": device_name(device),
+        "cores": cpu_count(),
+        "cpu_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "python": platform.python_version(),
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def cpu_count():
+    """The cores this process may use: a container or a Slurm step often has fewer than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def device_name(device):
+    """The maker's name of a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def peak_memory():
+    """The most memory this process has held, in bytes."""
+    try:
+        with open("/proc/self/status") as file:  # not getrusage, which counts the parent's memory at its start too
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _count_repeats(log, command):
+    """How often this command stands in a log already."""
+    try:
+        with open(log) as file:
+            return len({r["started"] for r in map(json.loads, file) if r["command"] == command})
+    except FileNotFoundError:
+        return 0
