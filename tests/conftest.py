@@ -1,0 +1,81 @@
+"""What the tests share: running a script, in this process or in its own, and small datasets on disk."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common.flags import Parser
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ["01_snsc.py", "02_snmc_dp.py"]
+QUICK = ["--arch", "mnist_net", "--epochs", "1", "--limit", "64", "--batch-size", "16"]
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Run a script of the ladder to its end in this process, which spares the seconds of importing torch.
+
+    Returns a function (script, *flags) -> namespace of code, out and err.
+    """
+
+    def run(script, *flags):
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
+        capfd.readouterr()
+        code = 0
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        out, err = capfd.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return run
+
+
+def start(script, *flags, **kwargs):
+    """Start a script in a process and a session of its own."""
+    command = [sys.executable, str(ROOT / script), *map(str, flags)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes, **kwargs)
+
+
+def flags(*given):
+    """The shared flags as a script would parse them."""
+    return Parser("").parse_args([str(flag) for flag in given])
+
+
+def write_images(root, split, size, classes=("cat", "dog"), per_class=12, suffix=".png"):
+    """Write an ImageFolder tree of noise, each class in its own brightness; returns the folder root."""
+    rng = np.random.default_rng(0)
+    for k, name in enumerate(classes):
+        folder = Path(root, split, name)
+        folder.mkdir(parents=True)
+        for i in range(per_class):
+            pixels = rng.integers(0, 100, (*size, 3)) + 60 * k
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i:03}{suffix}")
+    return Path(root)
+
+
+@pytest.fixture
+def small_folder(tmp_path):
+    """An ImageFolder tree of 32x32 images: 24 in train/, 24 in test/."""
+    write_images(tmp_path, "train", (32, 32))
+    return write_images(tmp_path, "test", (32, 32))
+
+
+@pytest.fixture
+def large_folder(tmp_path):
+    """An ImageFolder tree of 300x260 JPEGs: 24 in train/, 8 in val/."""
+    write_images(tmp_path, "train", (260, 300), suffix=".jpg")
+    return write_images(tmp_path, "val", (260, 300), per_class=4, suffix=".jpg")

@@ -1,0 +1,363 @@
+"""Datasets, loaders and augmentation."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import pickle
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, flags, write_images
+from PIL import Image
+from torchvision.transforms import functional as F
+
+from common import data
+from common.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def memory_images(n=64, channels=3, size=(32, 32)):
+    images = torch.randint(0, 256, (n, channels, *size), dtype=torch.uint8)
+    return data.MemoryImages(images, torch.arange(n) % 10, num_classes=10)
+
+
+# Augmentation
+
+
+def test_crops_and_flips_equal_torchvision_to_the_pixel():
+    torch.manual_seed(0)
+    images = memory_images(100).images
+    top, left = torch.randint(9, (2, 100))
+    mirror = torch.rand(100) < 0.5
+    ours = data.crop_and_flip(images, 4, top, left, mirror)
+    for k, image in enumerate(images):
+        theirs = F.crop(F.pad(F.to_pil_image(image), 4), int(top[k]), int(left[k]), 32, 32)
+        theirs = F.hflip(theirs) if mirror[k] else theirs
+        assert torch.equal(ours[k], F.pil_to_tensor(theirs))
+
+
+def offsets_drawn(augment, n, side):
+    """Augment n images of one bright pixel in the middle; return where it went: rows and columns (n,)."""
+    images = torch.zeros(n, 3, side, side, dtype=torch.uint8)
+    images[:, :, side // 2, side // 2] = 255
+    return augment(images)[:, 0].flatten(1).argmax(1).div(side, rounding_mode="floor").bincount(minlength=side)
+
+
+def test_every_offset_is_drawn_equally_often_and_half_are_mirrored():
+    torch.manual_seed(0)
+    train_set = memory_images()
+    augment, _ = data.build_transforms(train_set, flags(), CPU)
+    rows = offsets_drawn(augment, 9000, 32)
+    assert set(rows.nonzero().flatten().tolist()) == set(range(12, 21))
+    assert rows[12:21].min() > 880 and rows[12:21].max() < 1120  # 1000 each, four standard deviations
+
+    images = torch.zeros(2000, 3, 32, 32, dtype=torch.uint8)
+    images[:, :, :, :16] = 255  # left half bright: a mirrored image is bright on the right
+    bright_left = augment(images)[:, 0, 16, 8] > 0
+    assert 900 < bright_left.sum() < 1100
+
+
+def test_digits_are_shifted_but_never_mirrored():
+    train_set = memory_images(channels=1, size=(28, 28))
+    augment, _ = data.build_transforms(train_set, flags("--dataset", "mnist"), CPU)
+    images = torch.zeros(2000, 1, 28, 28, dtype=torch.uint8)
+    images[:, :, :, :14] = 255
+    augmented = augment(images)
+    assert (augmented[:, 0, 14, 7] > 0).all()
+    assert not torch.equal(augmented, augmented[:1].expand_as(augmented))
+
+
+def test_without_augmentation_images_are_only_normalised():
+    train_set = memory_images()
+    augment, normalize = data.build_transforms(train_set, flags("--no-augment"), CPU)
+    assert torch.equal(augment(train_set.images), normalize(train_set.images))
+
+
+def test_normalised_images_have_mean_0_and_deviation_1_in_every_channel():
+    train_set = memory_images(500)
+    train_set.images[:, 1] //= 2
+    _, normalize = data.build_transforms(train_set, flags(), CPU)
+    images = normalize(train_set.images)
+    assert images.dtype == torch.float32
+    assert images.mean((0, 2, 3)).abs().max() < 1e-4
+    assert (images.std((0, 2, 3)) - 1).abs().max() < 1e-4
+
+
+def test_channels_last_changes_the_layout_and_no_value():
+    train_set = memory_images()
+    _, plain = data.build_transforms(train_set, flags(), CPU)
+    _, last = data.build_transforms(train_set, flags("--channels-last"), CPU)
+    images = last(train_set.images)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(images, plain(train_set.images))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_two_ranks_draw_the_same_stream(script):
+    source = (ROOT / script).read_text()
+    (expression,) = re.findall(r"torch\.manual_seed\((.*\brank\b.*)\)  #", source)
+    streams = set()
+    for seed in (0, 1, 2):
+        for rank in range(300):
+            torch.manual_seed(eval(expression, {"args": flags("--seed", seed), "rank": rank}))
+            streams.add(tuple(torch.randint(1 << 30, (4,)).tolist()))
+    assert len(streams) == 3 * 300
+
+
+# Loaders
+
+
+def test_a_batch_is_fetched_by_one_index_operation():
+    train_set = memory_images(40)
+    loader = data.build_loader(train_set, [5, 3, 39, 0, 0, 7], flags("--batch-size", 4), train=True)
+    batches = list(loader)
+    assert [len(targets) for _, targets in batches] == [4, 2]
+    assert torch.equal(batches[0][0], train_set.images[[5, 3, 39, 0]])
+    assert torch.equal(batches[1][1], train_set.targets[[0, 7]])
+
+
+def test_workers_deliver_the_same_batches():
+    train_set = memory_images(40)
+    given = ("--batch-size", 8)
+    plain = list(data.build_loader(train_set, range(40), flags(*given), train=True))
+    worked = list(data.build_loader(train_set, range(40), flags(*given, "--workers", 2), train=True))
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(plain, worked, strict=True))
+
+
+def test_a_last_batch_of_one_image_is_left_out_of_training_and_kept_in_a_test():
+    images = memory_images(17)
+    given = flags("--batch-size", 8)
+    assert [len(t) for _, t in data.build_loader(images, range(17), given, train=True)] == [8, 8]
+    assert [len(t) for _, t in data.build_loader(images, range(17), given, train=False)] == [8, 8, 1]
+
+
+def test_one_training_image_is_refused():
+    with pytest.raises(UserError, match="expected 2 or more"):
+        data.build_loader(memory_images(1), range(1), flags(), train=True)
+
+
+# shapes
+
+
+def test_a_limit_takes_the_same_images_of_every_class():
+    few, test = data.build_datasets(flags("--limit", 500))
+    again, _ = data.build_datasets(flags("--limit", 500, "--seed", 3))
+    assert len(few) == 500 and len(test) == 10_000
+    assert few.targets.bincount(minlength=10).min() > 20
+    assert torch.equal(few.images, again.images)
+    more, _ = data.build_datasets(flags("--limit", 60_000))
+    assert len(more) == 50_000
+
+
+def test_memory_holds_one_copy_of_the_images():
+    code = """
+from conftest import flags
+from common import data
+from common.report import peak_memory
+import torch
+torch.arange(10).bincount()
+before = peak_memory()
+sets = data.build_datasets(flags())
+data.build_transforms(sets[0], flags(), torch.device("cpu"))
+print((peak_memory() - before) / sum(s.images.nbytes for s in sets))
+"""
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""}
+    copies = float(subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True).stdout)
+    assert 1 <= copies < 1.5
+
+
+# folder
+
+
+def test_small_images_of_one_size_are_held_in_memory(small_folder):
+    train, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", small_folder))
+    assert train.in_memory and test.in_memory and train.num_classes == 2
+    assert train.images.shape == (24, 3, 32, 32) and train.targets.tolist() == [0] * 12 + [1] * 12
+    with Image.open(small_folder / "train" / "dog" / "003.png") as image:
+        assert np.array_equal(train.images[15].permute(1, 2, 0).numpy(), np.asarray(image))
+
+
+def test_val_serves_as_the_test_set_too(small_folder):
+    (small_folder / "test").rename(small_folder / "val")
+    _, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", small_folder))
+    assert len(test) == 24
+
+
+def test_small_images_of_several_sizes_are_decoded_as_they_come(small_folder):
+    Image.new("RGB", (20, 40)).save(small_folder / "train" / "cat" / "odd.png")
+    train, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", small_folder))
+    assert not train.in_memory and not test.in_memory
+    assert train[0][0].shape == (3, 224, 224)
+
+
+def test_large_images_are_cropped_to_what_a_network_expects(large_folder):
+    train, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
+    assert (len(train), len(test), train.in_memory) == (24, 8, False)
+    images, targets = train.__getitems__([0, 20])
+    assert images.shape == (2, 3, 224, 224) and images.dtype == torch.uint8 and targets.tolist() == [0, 1]
+    assert not torch.equal(train[0][0], train[0][0]), "a random crop of a training image"
+    assert torch.equal(test[0][0], test[0][0]), "the same crop of a test image"
+    plain, _ = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder, "--no-augment"))
+    assert torch.equal(plain[0][0], plain[0][0])
+
+
+def test_a_test_image_is_torchvisions_resized_and_centre_cropped(large_folder):
+    _, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
+    with Image.open(large_folder / "val" / "cat" / "000.jpg") as image:
+        expected = F.pil_to_tensor(F.center_crop(F.resize(image, 256), 224))
+    assert (test[0][0].int() - expected.int()).abs().float().mean() < 2  # decoders differ by a level or two
+
+
+@pytest.mark.parametrize("kind", ["grey.png", "alpha.png", "deep.png", "palette.png", "bitmap.bmp", "print.jpg"])
+def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind):
+    path = tmp_path / kind
+    mode = {"grey": "L", "alpha": "RGBA", "deep": "I;16", "palette": "P", "bitmap": "RGB", "print": "CMYK"}
+    Image.new(mode[kind.split(".")[0]], (40, 30)).save(path)
+    for read in (data.read_image, data._read_with_pillow):
+        image = read(str(path))
+        assert image.shape == (3, 30, 40) and image.dtype == torch.uint8
+
+
+def test_a_damaged_image_is_named_in_one_line_also_when_a_worker_finds_it(large_folder):
+    damaged = large_folder / "train" / "dog" / "003.jpg"
+    damaged.write_bytes(damaged.read_bytes()[:2000])
+    train, _ = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
+    loader = data.build_loader(train, range(24), flags("--batch-size", 8, "--workers", 1), train=True)
+    with pytest.raises(UserError, match=re.escape(f"{damaged} is no readable image")):
+        list(loader)
+
+
+# cifar10 and mnist
+
+
+def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    rows = {}
+    for name in [f"data_batch_{k}" for k in range(1, 6)] + ["test_batch"]:
+        rows[name] = rng.integers(0, 256, (20, 3072), dtype=np.uint8)
+        (folder / name).write_bytes(pickle.dumps({"data": rows[name], "labels": [k % 10 for k in range(20)]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(k) for k in range(10)]}))
+    given = flags("--dataset", "cifar10", "--data-dir", tmp_path)
+    with pytest.raises(UserError, match="or not whole: add --download"):  # torchvision knows the real files' md5
+        data.build_datasets(given)
+
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    train, test = data.build_datasets(given)
+    assert (len(train), len(test), train.num_classes, train.channels) == (100, 20, 10, 3)
+    assert np.array_equal(train.images[25].flatten().numpy(), rows["data_batch_2"][5])
+    assert test.targets.tolist() == [k % 10 for k in range(20)]
+    assert np.array_equal(test.__getitems__([4, 7])[0].flatten(1).numpy(), rows["test_batch"][[4, 7]])
+
+
+def write_mnist(folder, n):
+    """Write the four files of MNIST, n images each, in their own format."""
+    folder.mkdir(parents=True)
+    for split in ("train", "t10k"):
+        pixels = np.arange(n * 784, dtype=np.uint32).astype(np.uint8)
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, n, 28, 28) + pixels.tobytes())
+        labels = (np.arange(n) % 10).astype(np.uint8)
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 2049, n) + labels.tobytes())
+
+
+def test_mnist_is_read_from_its_own_files(tmp_path):
+    write_mnist(tmp_path / "MNIST" / "raw", 30)
+    train, test = data.build_datasets(flags("--dataset", "mnist", "--data-dir", tmp_path, "--limit", 20))
+    assert train.images.shape == (20, 1, 28, 28) and test.images.shape == (30, 1, 28, 28)
+    assert test.targets.tolist() == [k % 10 for k in range(30)] and test.images[1, 0, 0, 0] == 784 % 256
+
+
+def test_damaged_mnist_files_are_reported_in_one_line(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    write_mnist(raw, 30)
+    images = raw / "train-images-idx3-ubyte"
+    images.write_bytes(images.read_bytes()[:1000])
+    with pytest.raises(UserError, match="cannot be read: delete them, then add --download"):
+        data.build_datasets(flags("--dataset", "mnist", "--data-dir", tmp_path))
+
+
+class CountingHandler(http.server.SimpleHTTPRequestHandler):
+    """A file server that counts what it is asked for."""
+
+    asked = ()
+
+    def do_GET(self):
+        if self.headers["Method"] != "HEAD":  # how torchvision first asks where a file lies
+            CountingHandler.asked += (self.path,)
+        super().do_GET()
+
+    def log_message(self, *_):
+        """Print nothing."""
+
+
+def test_two_processes_that_ask_for_a_download_fetch_it_once(tmp_path):
+    write_mnist(tmp_path / "raw", 10)
+    (tmp_path / "served").mkdir()
+    resources = []
+    for file in sorted((tmp_path / "raw").iterdir()):
+        packed = gzip.compress(file.read_bytes())
+        (tmp_path / "served" / f"{file.name}.gz").write_bytes(packed)
+        resources.append((f"{file.name}.gz", hashlib.md5(packed).hexdigest()))
+    handler = functools.partial(CountingHandler, directory=tmp_path / "served")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        code = f"""
+from conftest import flags
+from common import data
+from torchvision.datasets import MNIST
+MNIST.mirrors, MNIST.resources = ["http://127.0.0.1:{server.server_port}/"], {resources}
+train, test = data.build_datasets(flags("--dataset", "mnist", "--data-dir", {str(tmp_path / "new")!r}, "--download"))
+print(len(train), len(test))
+"""
+        env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": "", "no_proxy": "127.0.0.1"}
+        command = [sys.executable, "-c", code]
+        both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        ends = [process.communicate()[0].splitlines()[-1] for process in both]
+        server.shutdown()
+    assert ends == ["10 10", "10 10"]
+    assert sorted(CountingHandler.asked) == sorted(f"/{name}" for name, _ in resources)
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "mnist"])
+def test_a_download_without_a_network_says_what_to_do(tmp_path, monkeypatch, dataset):
+    def refuse(*_, **__):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    given = flags("--dataset", dataset, "--data-dir", tmp_path, "--download")
+    with pytest.raises(UserError, match=f"cannot download {dataset} .*use --dataset shapes"):
+        data.build_datasets(given)
+
+
+# What a folder may lack
+
+
+def test_a_class_that_only_one_side_has_is_named(small_folder):
+    shutil.move(small_folder / "test" / "dog", small_folder / "test" / "fox")
+    with pytest.raises(UserError, match=r"class dog is only in .*train"):
+        data.build_datasets(flags("--dataset", "folder", "--data-dir", small_folder))
+
+
+def test_a_folder_without_classes_is_named(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "val").mkdir()
+    with pytest.raises(UserError, match=r"has no class folders: expected .*train/CLASS"):
+        data.build_datasets(flags("--dataset", "folder", "--data-dir", tmp_path))
+
+
+def test_no_image_of_a_limited_run_is_read_twice_or_from_the_rest(tmp_path):
+    write_images(tmp_path, "train", (32, 32), per_class=40)
+    write_images(tmp_path, "test", (32, 32))
+    train, _ = data.build_datasets(flags("--dataset", "folder", "--data-dir", tmp_path, "--limit", 30))
+    assert len({image.numpy().tobytes() for image in train.images}) == 30
+    assert train.targets.bincount().min() > 5
