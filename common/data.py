@@ -7,7 +7,9 @@ loader's workers as they come, and travel as uint8 too.
 """
 
 import os
+import signal
 import socket
+import sys
 from urllib.error import URLError
 
 import torch
@@ -101,7 +103,10 @@ def build_datasets(args):
         UserError: the files are missing or damaged; the message says which and what to do.
     """
     build = {"shapes": _shapes, "cifar10": _torchvision, "mnist": _torchvision, "folder": _folder}
-    return build[args.dataset](args)
+    train_set, test_set = build[args.dataset](args)
+    if len(train_set) < 2:
+        raise UserError(f"{len(train_set)} training image: expected 2 or more; raise --limit or add images")
+    return train_set, test_set
 
 
 def build_loader(dataset, sampler, args, train):
@@ -113,8 +118,6 @@ def build_loader(dataset, sampler, args, train):
         args: the shared flags; reads batch_size and workers.
         train: leave out a last batch of a single image, which batch norm cannot learn from.
     """
-    if train and len(sampler) < 2:
-        raise UserError(f"{len(sampler)} training image(s): expected 2 or more; raise --limit")
     workers = args.workers
     if workers is None:
         workers = 0 if dataset.in_memory else cpu_count()
@@ -127,6 +130,7 @@ def build_loader(dataset, sampler, args, train):
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
         collate_fn=_as_it_is,  # __getitems__ has made the batch already
+        worker_init_fn=_leave_ctrl_c_to_main,
     )
 
 
@@ -192,6 +196,13 @@ def _read_with_pillow(path):
 
 def _as_it_is(batch):
     return batch
+
+
+def _leave_ctrl_c_to_main(_):
+    """In a worker: let the main process end it, and say nothing if that hangs up in the middle of a batch."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    show = sys.excepthook
+    sys.excepthook = lambda kind, *rest: None if issubclass(kind, ConnectionError) else show(kind, *rest)
 
 
 def _choose(n, limit):

@@ -13,10 +13,10 @@ import numpy as np
 
 CLASSES = ("disk", "ring", "square", "frame", "triangle", "cross", "bars", "checks", "crescent", "dots")
 SIZE = 32  # pixels a side
-NOISE = 64  # levels of noise added to every pixel
-CONTRAST = 56  # least difference of the two colours in each channel
-RADIUS = (8, 13)  # least and greatest half-size in pixels
-TURN = 8  # greatest angle to either side, in 64ths of a full turn
+NOISE = 56  # levels of noise added to every pixel
+CONTRAST = 72  # least difference of the two colours in each channel
+RADIUS = (10, 13)  # least and greatest half-size in pixels
+TURN = 6  # greatest angle to either side, in 64ths of a full turn
 R = 1024  # half the size of a shape in its own coordinates
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -75,19 +75,19 @@ def render(seed, indices):
 
 def _inside(label, u, v):
     """Which points (u, v) lie inside a shape; both are int32, about -R to R within it."""
-    x, y = abs(u), abs(v)
+    x, y, square = abs(u), abs(v), u * u + v * v
     far, near = np.maximum(x, y), np.minimum(x, y)
-    match CLASSES[label]:
+    match CLASSES[label]:  # all cover about the same area, which the colours would tell otherwise
         case "disk":
-            return u * u + v * v < R * R
+            return square < R * R * 7 // 10
         case "ring":
-            return abs(u * u + v * v - R * R * 5 // 8) < R * R * 3 // 8
+            return abs(square - R * R * 13 // 20) < R * R * 7 // 20
         case "square":
-            return far < R * 7 // 8
+            return far < R * 3 // 4
         case "frame":
-            return abs(far - R * 3 // 4) < R // 4
+            return abs(far - R * 31 // 40) < R * 7 // 40
         case "triangle":
-            return (2 * x + v < R) & (v > -R * 3 // 4)
+            return (2 * x + v < R * 9 // 8) & (v > -R * 7 // 8)
         case "cross":
             return (near < R // 3) & (far < R)
         case "bars":
@@ -95,9 +95,9 @@ def _inside(label, u, v):
         case "checks":
             return (far < R) & (u * v > 0)
         case "crescent":
-            return (u * u + v * v < R * R) & ((u - R // 2) ** 2 + v * v > R * R * 3 // 4)
+            return (square < R * R) & ((u - R * 3 // 5) ** 2 + v * v > R * R * 11 // 20)
         case "dots":
-            return (x - R * 5 // 8) ** 2 + v * v < (R * 3 // 8) ** 2
+            return (x - R * 5 // 8) ** 2 + v * v < (R // 2) ** 2
 
 
 def _mix(x):

@@ -15,7 +15,7 @@ from common.flags import Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["01_snsc.py", "02_snmc_dp.py"]
-QUICK = ["--arch", "mnist_net", "--epochs", "1", "--limit", "64", "--batch-size", "16"]
+QUICK = ["--arch", "mnist_net", "--batch-size", "8", "--dataset", "folder", "--data-dir"]  # and a folder: 3 steps
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -140,11 +140,6 @@ def test_a_last_batch_of_one_image_is_left_out_of_training_and_kept_in_a_test():
     assert [len(t) for _, t in data.build_loader(images, range(17), given, train=False)] == [8, 8, 1]
 
 
-def test_one_training_image_is_refused():
-    with pytest.raises(UserError, match="expected 2 or more"):
-        data.build_loader(memory_images(1), range(1), flags(), train=True)
-
-
 # shapes
 
 

@@ -1,0 +1,151 @@
+"""Console lines and run records: what they say, and that time is measured right."""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import flags
+
+from common import report as report_module
+from common.data import MemoryImages
+from common.report import Report
+
+DESIGN = {
+    *(
+        "script",
+        "dataset",
+        "model",
+        "world_size",
+        "local_world_size",
+        "backend",
+        "device",
+        "device_name",
+        "cpu_threads",
+    ),
+    *("batch_size", "global_batch", "lr", "amp", "sync_bn", "seed", "epoch", "seconds", "images_per_second"),
+    *("data_wait_share", "train_loss", "train_acc", "test_acc", "torch", "torchvision", "python", "started", "repeat"),
+}
+
+
+class Clock:
+    """A clock that moves only when told to."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Loader:
+    """Batches of 10 images, each of which costs `wait` seconds to get."""
+
+    def __init__(self, clock, steps, wait):
+        self.clock, self.steps, self.wait = clock, steps, wait
+
+    def __len__(self):
+        return self.steps
+
+    def __iter__(self):
+        for _ in range(self.steps):
+            self.clock.now += self.wait
+            yield torch.zeros(10), torch.zeros(10)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(report_module.time, "perf_counter", clock)
+    return clock
+
+
+def make(*given, rank=0, world_size=1):
+    args = flags(*given)
+    return Report(args, torch.device("cpu"), rank, world_size, lr=args.lr * world_size)
+
+
+def train_epoch(report, clock, steps, wait, seconds_of_step):
+    """Go through an epoch whose k-th step takes seconds_of_step(k); every image costs 2.0 and half are right."""
+    totals = torch.zeros(3)
+    for k, (_, targets) in enumerate(report.batches(Loader(clock, steps, wait), epoch=0), start=1):
+        clock.now += seconds_of_step(k)
+        totals += torch.tensor([2.0 * len(targets), 0.5 * len(targets), len(targets)])
+        if report.due():
+            report.show_step(totals)
+
+
+def test_step_lines_keep_the_established_form(clock, capsys):
+    train_epoch(make(), clock, steps=196, wait=0.0, seconds_of_step=lambda k: 0.01)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "   == step: [ 50/196] [1/5] | loss: 2.000 | acc: 50.000% | 1000 img/s"
+    assert [line[12:21] for line in lines] == ["[ 50/196]", "[100/196]", "[150/196]", "[196/196]"]
+
+
+def test_warm_up_steps_count_in_seconds_but_not_in_images_per_second(clock):
+    report = make()
+    train_epoch(report, clock, steps=100, wait=0.0, seconds_of_step=lambda k: 10.0 if k <= 5 else 0.1)
+    assert report.images_per_second == pytest.approx(100)
+    assert report.seconds == pytest.approx(5 * 10 + 95 * 0.1)
+
+
+def test_a_short_epoch_is_not_all_warm_up(clock):
+    report = make()
+    train_epoch(report, clock, steps=3, wait=0.0, seconds_of_step=lambda k: 0.1)
+    assert report.images_per_second == pytest.approx(100)
+
+
+def test_the_share_of_time_spent_waiting_for_data_is_reported(clock, capsys):
+    report = make()
+    train_epoch(report, clock, steps=100, wait=0.03, seconds_of_step=lambda k: 0.07)
+    report.show_epoch(torch.tensor(55), 100)
+    assert "acc: 55.000% | epoch took 10.0 s, 100 img/s, 30.0% of it waiting for data" in capsys.readouterr().out
+
+
+def test_the_device_is_synchronised_before_the_clock_is_read(clock, monkeypatch):
+    reads = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: reads.append(clock.now))
+    report = make()
+    report.device = torch.device("cuda")
+    train_epoch(report, clock, steps=20, wait=0.0, seconds_of_step=lambda k: 1.0)
+    assert reads[0] == 100.0 and reads[-1] == 120.0 and 102.0 in reads  # begin, end, end of warm-up
+
+
+def test_records_hold_what_the_design_asks_for(clock, tmp_path):
+    log = tmp_path / "run.jsonl"
+    report = make("--log", log)
+    for _ in range(2):
+        train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
+        report.show_epoch(torch.tensor(25), 100)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(records) == 2 and set(records[0]) >= DESIGN
+    assert records[0]["train_loss"] == 2.0 and records[0]["train_acc"] == 50.0 and records[0]["test_acc"] == 25.0
+    assert records[0]["global_batch"] == 256 and records[0]["device"] == "cpu"
+
+
+def test_the_repeats_of_a_command_are_counted(clock, tmp_path, monkeypatch):
+    log = tmp_path / "run.jsonl"
+    for repeat in range(3):
+        report = make("--log", log)
+        report.record["started"] = str(repeat)
+        train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
+        report.show_epoch(torch.tensor(25), 100)
+    assert [json.loads(line)["repeat"] for line in log.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_only_rank_0_prints_and_writes(clock, tmp_path, capsys):
+    log = tmp_path / "run.jsonl"
+    report = make("--log", log, rank=1, world_size=2)
+    train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
+    report.show_epoch(torch.tensor(25), 100)
+    report.summary()
+    assert capsys.readouterr().out == "" and not log.exists()
+
+
+def test_the_header_shows_how_batch_and_rate_come_about(capsys):
+    report = make("--batch-size", 256, world_size=4)
+    images = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
+    dataset = MemoryImages(images, torch.zeros(8, dtype=torch.int64), num_classes=10)
+    report.header(torch.nn.Linear(1000, 1000), dataset, dataset)
+    out = capsys.readouterr().out
+    assert "global batch = 256 x 4 = 1024 | lr 0.01 -> 0.04" in out
+    assert re.search(r"started by python \| world size 4", out) and "resnet18, 1.0 M weights" in out

@@ -1,0 +1,269 @@
+"""The scripts as users run them: they learn, they agree with each other, they fail in one line."""
+
+import contextlib
+import difflib
+import json
+import os
+import re
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+import torchvision
+from conftest import QUICK, ROOT, SCRIPTS, flags, needs_gpu, needs_gpus, start, write_images
+
+from common.data import build_datasets
+from common.models import MnistNet
+
+
+def losses(out):
+    return [float(loss) for loss in re.findall(r"loss: ([\d.]+)", out)]
+
+
+# They learn
+
+
+def test_a_first_run_sees_loss_fall_and_test_accuracy_rise(tmp_path):
+    log, weights = tmp_path / "log.jsonl", tmp_path / "net.pt"
+    given = ["--arch", "mnist_net", "--lr", 0.05, "--epochs", 2, "--limit", 4000, "--batch-size", 64]
+    process = start("01_snsc.py", *given, "--log", log, "--save", weights)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and err == ""
+    first, last = (json.loads(line) for line in log.read_text().splitlines())
+    assert last["train_loss"] < first["train_loss"] and last["test_acc"] > first["test_acc"] + 3
+    assert "started by python | world size 1" in out and "global batch = 64 x 1 = 64 | lr 0.05 -> 0.0125" in out
+    assert re.search(r"done: test accuracy [\d.]+% after 2 epochs \| \d+ s \| peak memory [\d.]+ GiB", out)
+
+    # The weights that were saved are those that were tested.
+    net = MnistNet(3, (32, 32))
+    net.load_state_dict(torch.load(weights, weights_only=True))
+    train, test = build_datasets(flags(*given))
+    mean, std = (s.float()[:, None, None] for s in train.channel_stats())
+    with torch.no_grad():
+        right = (net.eval()((test.images - mean) / std).argmax(1) == test.targets).sum().item()
+    assert abs(100 * right / len(test) - last["test_acc"]) < 0.1
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_folder_of_small_images_is_learned(run, tmp_path, script):
+    write_images(tmp_path, "train", (32, 32), per_class=40)
+    write_images(tmp_path, "test", (32, 32))
+    end = run(script, "--dataset", "folder", "--data-dir", tmp_path, "--batch-size", 16, "--lr", 0.1)
+    assert end.code == 0
+    assert "test accuracy 100.00%" in end.out
+
+
+def test_a_folder_of_large_images_is_trained_on_with_workers(run, large_folder):
+    given = ["--dataset", "folder", "--data-dir", large_folder, "--batch-size", 8, "--workers", 2]
+    end = run("01_snsc.py", *given, "--epochs", 1, "--lr-scaling", "none")
+    assert end.code == 0
+    assert "24 train and 8 test images of 3x224x224, read as they come, 2 classes" in end.out
+    assert "step: [  3/3] [1/1]" in end.out
+
+
+# They agree
+
+
+def test_one_seed_gives_one_result_and_another_seed_another(run, small_folder):
+    given = [*QUICK, small_folder, "--epochs", 2]
+    first, again = run("01_snsc.py", *given), run("01_snsc.py", *given)
+    other = run("01_snsc.py", *given, "--seed", 1)
+    assert losses(first.out) == losses(again.out) != losses(other.out)
+
+
+def test_the_order_of_images_is_distributed_samplers_and_new_every_epoch(run, small_folder, monkeypatch):
+    seen = []
+
+    def remember(self, indices):
+        seen.append(indices)
+        return self.images[indices], self.targets[indices]
+
+    monkeypatch.setattr("common.data.MemoryImages.__getitems__", remember)
+    run("01_snsc.py", *QUICK, small_folder, "--epochs", 2, "--batch-size", 24, "--seed", 5)
+    first, test, second, test_again = seen
+    assert test == test_again == list(range(24)) == sorted(first)
+    sampler = torch.utils.data.DistributedSampler(range(24), num_replicas=1, rank=0, seed=5)
+    assert first == list(sampler)
+    sampler.set_epoch(1)
+    assert second == list(sampler)
+
+
+def test_dataparallel_without_gpus_trains_exactly_as_01_and_says_so(run, small_folder, tmp_path):
+    given = [*QUICK, small_folder, "--epochs", 2, "--save"]
+    plain = run("01_snsc.py", *given, tmp_path / "01.pt")
+    parallel = run("02_snmc_dp.py", *given, tmp_path / "02.pt")
+    assert losses(plain.out) == losses(parallel.out)
+    if torch.cuda.device_count() < 2:
+        assert re.search(r"^DataParallel with [01] GPU\(s\): it hands batches on whole, as in 01$", parallel.out, re.M)
+    one, two = (torch.load(tmp_path / f"0{k}.pt", weights_only=True) for k in (1, 2))
+    assert one.keys() == two.keys(), "no module. in front of a name"
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_saved_weights_fit_torchvisions_own_network(run, small_folder, tmp_path):
+    run("02_snmc_dp.py", *QUICK, small_folder, "--arch", "resnet18", "--epochs", 1, "--save", tmp_path / "net.pt")
+    net = torchvision.models.resnet18(num_classes=2)
+    net.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
+
+
+def test_the_step_from_01_to_02_is_small():
+    parent, child = ((ROOT / script).read_text().splitlines() for script in SCRIPTS)
+    diff = list(difflib.unified_diff(parent, child, n=3, lineterm=""))[2:]
+    added = sum(line.startswith("+") for line in diff)
+    removed = sum(line.startswith("-") for line in diff)
+    hunks = sum(line.startswith("@@") for line in diff)
+    assert (added <= 10, removed <= 4, hunks <= 4) == (True, True, True), (added, removed, hunks)
+    assert len(parent) <= 110
+    sections = [line.strip() for line in parent if re.match(r"\s+# \d\. ", line)]
+    assert sections == [line.strip() for line in child if re.match(r"\s+# \d\. ", line)]
+    assert [s[2] for s in sections] == list("012345")
+
+
+# Their options
+
+
+def test_bfloat16_and_channels_last_change_how_and_not_what_is_learned(run, small_folder):
+    given = [*QUICK, small_folder, "--arch", "resnet18", "--epochs", 1, "--no-augment"]
+    plain = run("01_snsc.py", *given)
+    mixed = run("01_snsc.py", *given, "--amp", "bf16", "--channels-last")
+    assert mixed.code == 0 and "amp bf16, seed 0, channels last" in mixed.out
+    assert losses(mixed.out) == pytest.approx(losses(plain.out), rel=0.03)
+    assert losses(mixed.out) != losses(plain.out)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_compiled_network_learns_the_same(run, small_folder, tmp_path, script):
+    given = [*QUICK, small_folder, "--epochs", 1, "--save"]
+    plain = run(script, *given, tmp_path / "plain.pt")
+    compiled = run(script, *given, tmp_path / "compiled.pt", "--compile")
+    assert compiled.code == 0
+    assert losses(compiled.out) == pytest.approx(losses(plain.out), rel=0.05)  # dropout draws differ
+    one, two = (torch.load(tmp_path / f"{k}.pt", weights_only=True) for k in ("plain", "compiled"))
+    assert one.keys() == two.keys(), "no _orig_mod. in front of a name"
+
+
+def test_the_learning_rate_follows_the_batch_size_unless_told_not_to(run, small_folder):
+    assert "lr 0.01 -> 0.0003125" in run("01_snsc.py", *QUICK, small_folder).out
+    assert "lr 0.01 -> 0.01" in run("01_snsc.py", *QUICK, small_folder, "--lr-scaling", "none").out
+
+
+@needs_gpu
+def test_a_gpu_is_used_where_there_is_one(run, small_folder):
+    end = run("01_snsc.py", *QUICK, small_folder, "--amp", "bf16", "--channels-last")
+    assert "device: cuda" in end.out and "on the GPU" in end.out
+
+
+@needs_gpus
+def test_dataparallel_splits_batches_over_the_gpus(run, small_folder):
+    gpus = torch.cuda.device_count()
+    end = run("02_snmc_dp.py", *QUICK, small_folder)
+    assert f"DataParallel with {gpus} GPU(s): {8 / gpus:g} images a step on each" in end.out
+
+
+# They fail in one line
+
+
+def break_train(folder):
+    (folder / "train").rename(folder / "training")
+
+
+def empty_class(folder):
+    (folder / "train" / "empty").mkdir()
+    (folder / "test" / "empty").mkdir()
+
+
+def truncate(folder):
+    file = folder / "train" / "dog" / "003.png"
+    file.write_bytes(file.read_bytes()[:500])
+
+
+def write_text(folder):
+    (folder / "test" / "cat" / "notes.jpg").write_text("not an image")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--dataset", "imagenet21k"], "argument --dataset: invalid choice: 'imagenet21k'"),
+        (["--dataset", "folder", "--data-dir", "FOLDER", break_train], "has no train/: expected train/CLASS/*.jpg"),
+        (["--dataset", "folder", "--data-dir", "FOLDER", empty_class], "train/empty has no images"),
+        (["--dataset", "folder", "--data-dir", "FOLDER", truncate], "train/dog/003.png is no readable image"),
+        (["--dataset", "folder", "--data-dir", "FOLDER", write_text], "test/cat/notes.jpg is no readable image"),
+        (["--dataset", "cifar10", "--data-dir", "FOLDER"], "cifar10 is not in FOLDER, or not whole: add --download"),
+        (["--dataset", "mnist", "--data-dir", "FOLDER"], "mnist is not in FOLDER, or not whole: add --download"),
+        (["--batch-size", 0], "argument --batch-size: '0' given, expected a whole number of 1 or more"),
+        (["--epochs", 0], "argument --epochs: '0' given, expected a whole number of 1 or more"),
+        (["--epochs", "many"], "argument --epochs: 'many' given, expected a whole number of 1 or more"),
+        (["--limit", 0], "argument --limit: '0' given, expected a whole number of 1 or more"),
+        (["--limit", 1], "1 training image: expected 2 or more"),
+        (["--lr", "-0.1"], "argument --lr: '-0.1' given, expected a number above 0"),
+        (["--lr", "nan"], "argument --lr: 'nan' given, expected a number above 0"),
+        (["--arch", "resnet19"], "--arch resnet19: no such network in torchvision; did you mean resnet1"),
+        (["--log", "FOLDER/train/cat/000.png/log.jsonl"], "argument --log: cannot write"),
+        (["--save", "/proc/no/net.pt"], "argument --save: cannot write"),
+        (["--learning-rate", 1], "unrecognized arguments: --learning-rate 1"),
+        pytest.param(
+            ["--amp", "fp16"],
+            "argument --amp: fp16 needs a GPU and there is none here; on a CPU use --amp bf16",
+            marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without a GPU"),
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(getattr(v, "__name__", str(v)) for v in value),
+)
+def test_a_mistake_is_one_line_and_exit_code_2(run, small_folder, script, given, expected):
+    for spoil in filter(callable, given):
+        spoil(small_folder)
+    end = run(script, *(str(v).replace("FOLDER", str(small_folder)) for v in given if not callable(v)))
+    assert end.code == 2
+    assert len(end.err.splitlines()) == 1 and end.out == ""
+    assert end.err.startswith(f"{script}: error: ") and expected.replace("FOLDER", str(small_folder)) in end.err
+
+
+def test_compiling_without_a_compiler_is_one_line(run, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    end = run("01_snsc.py", "--compile")
+    assert end.code == 2 and "argument --compile: needs a C++ compiler" in end.err
+
+
+def test_a_damaged_image_found_in_mid_run_is_one_line(large_folder):
+    (large_folder / "train" / "dog" / "003.jpg").write_bytes(b"\xff\xd8 nothing")
+    process = start("01_snsc.py", "--dataset", "folder", "--data-dir", large_folder, "--workers", 2)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and len(err.splitlines()) == 1
+    assert err.startswith("01_snsc.py: error: ") and "dog/003.jpg is no readable image" in err
+
+
+# Ctrl-C
+
+
+def session_members(sid):
+    """The living processes of a session."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(process.pid) == sid and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process.pid)
+    return members
+
+
+@pytest.mark.parametrize("to", ["the terminal's process group", "the main process alone"])
+def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_workers(tmp_path, to):
+    write_images(tmp_path, "train", (260, 300), per_class=120, suffix=".jpg")
+    write_images(tmp_path, "val", (260, 300), per_class=4, suffix=".jpg")
+    given = ["--dataset", "folder", "--data-dir", tmp_path, "--batch-size", 2, "--workers", 2]
+    process = start("01_snsc.py", *given)
+    while "step: [ 50/120]" not in process.stdout.readline():
+        assert process.poll() is None
+    assert len(session_members(process.pid)) >= 3, "the run and its workers"
+    send = os.killpg if to.startswith("the terminal") else os.kill
+    send(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.strip() == "01_snsc.py: stopped by Ctrl-C" and "Traceback" not in out
+    deadline = time.monotonic() + 10
+    while session_members(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert session_members(process.pid) == []

@@ -1,0 +1,135 @@
+"""Render the tables of README.md from results/, so that no number is typed by hand.
+
+    python tools/tables.py            write them
+    python tools/tables.py --check    exit 1 if one is stale
+
+A table stands between <!-- table: NAME --> and <!-- end --> and is made by the function of that name.
+"""
+
+import difflib
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Running train accuracy (%) after epochs 1 to 5, one GPU, batch 256, rate 0.01: the tutorial of
+# BIGBALLON/distribuuuu, single run, hardware not given.
+PUBLISHED_CIFAR10 = (39.198, 52.200, 58.072, 62.022, 65.076)
+
+STEPS = {
+    "02_snmc_dp.py": "01_snsc.py",
+}
+LADDER = [
+    ("01_snsc.py", "one device, plain PyTorch", "python 01_snsc.py"),
+    ("02_snmc_dp.py", "`nn.DataParallel`: one process, all GPUs of a machine", "python 02_snmc_dp.py"),
+]
+
+
+def records(name):
+    """All lines of results/NAME/*.jsonl, in the order of file names and then of time."""
+    return [json.loads(line) for path in sorted(ROOT.glob(f"results/{name}/*.jsonl")) for line in path.open()]
+
+
+def table(head, rows):
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def hardware(record):
+    """What a record was measured on, in words."""
+    where = record["device_name"] + (f", {record['cores']} cores" if record["device"] == "cpu" else "")
+    return f"{where}, torch {record['torch']}, torchvision {record['torchvision']}"
+
+
+def ladder():
+    """The scripts, what each adds and how many lines of its parent it changes."""
+    rows = []
+    for script, adds, command in LADDER:
+        lines = (ROOT / script).read_text().splitlines()
+        size = f"{len(lines)} lines"
+        if parent := STEPS.get(script):
+            diff = list(difflib.unified_diff((ROOT / parent).read_text().splitlines(), lines, lineterm=""))[2:]
+            added, removed = (sum(line.startswith(sign) for line in diff) for sign in "+-")
+            size = f"+{added} -{removed} on `{parent[:2]}`"
+        rows.append((f"[`{script}`]({script})", adds, f"`{command}`", size))
+    return table(("script", "adds", "started with", "size"), rows)
+
+
+def cifar10():
+    """Our CIFAR-10 run beside the published one, epoch by epoch."""
+    runs = [r for r in records("first_runs") if r["data_dir"] == "data/cifar10"]
+    rows = [
+        ("train, here", *(f"{r['train_acc']:.1f}" for r in runs)),
+        ("train, published", *(f"{accuracy:.1f}" for accuracy in PUBLISHED_CIFAR10)),
+        ("test, here", *(f"{r['test_acc']:.1f}" for r in runs)),
+    ]
+    head = ("accuracy in % after epoch", *(r["epoch"] for r in runs))
+    return f"{table(head, rows)}\n\n`{runs[0]['command']}` on {hardware(runs[0])}; one run, seed {runs[0]['seed']}."
+
+
+def first_runs():
+    """The last epoch of every run in results/first_runs."""
+    last = {r["started"]: r for r in records("first_runs")}
+    rows = [
+        (
+            f"`{r['command'].partition(' --log')[0]}`",
+            f"{r['test_acc']:.2f} %",
+            f"{r['seconds']:.0f} s",
+            f"{r['images_per_second']:.0f}",
+            f"{100 * r['data_wait_share']:.1f} %",
+            f"{r['peak_memory_mib']} MiB",
+        )
+        for r in last.values()
+    ]
+    head = ("command", "test accuracy", "last epoch took", "images/s", "waiting for data", "peak memory")
+    return f"{table(head, rows)}\n\nOne run each on {hardware(r := next(iter(last.values())))}, Python {r['python']}."
+
+
+def input():
+    """What feeding the network costs: the loops of tools/bench.py input."""
+    parts = []
+    runs = [r for r in records("input") if r["bench"] == "input"]
+    for command in dict.fromkeys(r["command"] for r in runs):
+        of = {}
+        for r in (r for r in runs if r["command"] == command):
+            of.setdefault(r["loop"], []).append(r)
+        rows = [_input_row(loop, some, of) for loop, some in of.items()]
+        head = ("loop", "images/s, median (range)", "01 (or ours) against it", "peak memory")
+        some = next(iter(of.values()))
+        shown = command.partition(" --log")[0]
+        parts.append(f"`{shown}`, {len(some)} runs of each in turn:\n\n{table(head, rows)}")
+    return "\n\n".join(parts) + f"\n\nMeasured on {hardware(runs[0])}."
+
+
+def _input_row(loop, some, of):
+    ours = of["our loader" if "loader" in loop else "01"]
+    speeds = [r["images_per_second"] for r in some]
+    ratios = [a["images_per_second"] / b for a, b in zip(ours, speeds, strict=True)]
+    memory = max(r.get("peak_memory_mib", 0) for r in some)
+    speed = f"{median(speeds):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"
+    ratio = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"`{loop}`", speed, ratio if some is not ours else "", f"{memory} MiB" if memory else ""
+
+
+def render(text):
+    """The text with every table made anew."""
+    make = {"ladder": ladder, "cifar10": cifar10, "first_runs": first_runs, "input": input}
+    pattern = r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)"
+    return re.sub(pattern, lambda m: m[1] + make[m[2]]() + m[3], text, flags=re.S)
+
+
+def main():
+    path = ROOT / "README.md"
+    text = path.read_text()
+    fresh = render(text)
+    if "--check" in sys.argv:
+        sys.exit("README.md has a stale table: run python tools/tables.py" if fresh != text else 0)
+    path.write_text(fresh)
+
+
+if __name__ == "__main__":
+    main()
