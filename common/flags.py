@@ -29,18 +29,18 @@ class Parser(argparse.ArgumentParser):
         add("--dataset", choices=datasets, default="shapes", help="folder: train/CLASS/*.jpg, test/CLASS/...")
         add("--data-dir", default="data", metavar="DIR", help="where the files of a dataset lie")
         add("--download", action="store_true", help="fetch cifar10 or mnist into --data-dir if missing")
-        add("--epochs", type=_whole(1), default=5, metavar="N", help="passes over the training images")
-        add("--batch-size", type=_whole(1), default=256, metavar="N", help="images a process a step")
+        add("--epochs", type=whole_number(1), default=5, metavar="N", help="passes over the training images")
+        add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images a process a step")
         add("--lr", type=_positive, default=0.01, metavar="RATE", help="learning rate for a global batch of 256")
         add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr x global batch / 256")
-        add("--workers", type=_whole(0), metavar="N", help="loader processes; none for images in memory")
+        add("--workers", type=whole_number(0), metavar="N", help="loader processes; none for images in memory")
         add("--amp", choices=tuple(AMP_DTYPES), default="none", help="mixed precision")
         add("--channels-last", action="store_true", help="keep images as NHWC: faster with --amp on a GPU")
         add("--compile", action="store_true", help="compile the network with torch.compile")
         add("--arch", default="resnet18", metavar="NAME", help="a torchvision network, or mnist_net")
         add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
-        add("--seed", type=_whole(0), default=0, metavar="N", help="of weights, order and augmentation")
-        add("--limit", type=_whole(1), metavar="N", help="use N training images only, for a quick try")
+        add("--seed", type=whole_number(0), default=0, metavar="N", help="of weights, order and augmentation")
+        add("--limit", type=whole_number(1), metavar="N", help="use N training images only, for a quick try")
         add("--log", metavar="FILE", help="append one JSON line an epoch to FILE")
         add("--save", metavar="FILE", help="write the trained weights to FILE at the end")
 
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
 
 
-def _whole(least):
+def whole_number(least):
     """The type of a flag that takes a whole number of at least `least`."""
 
     def parse(text):

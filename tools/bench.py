@@ -35,11 +35,11 @@ from torchvision import transforms as T
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.data import build_datasets, build_loader, build_transforms  # noqa: E402
-from common.errors import UserError, one_line_errors  # noqa: E402
-from common.flags import AMP_DTYPES, Parser  # noqa: E402
-from common.models import build_model  # noqa: E402
-from common.report import WARMUP, environment  # noqa: E402
+from common.data import build_datasets, build_loader, build_transforms
+from common.errors import UserError, one_line_errors
+from common.flags import AMP_DTYPES, Parser, whole_number
+from common.models import build_model
+from common.report import WARMUP, environment
 
 CLASSIC_WORKERS = 4
 
@@ -47,7 +47,7 @@ CLASSIC_WORKERS = 4
 def parse_args():
     parser = Parser(__doc__)
     parser.add_argument("bench", choices=("input",), help="what to measure")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="runs of each loop")
+    parser.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each loop")
     parser.add_argument("--loop", choices=LOOPS, help="run one loop in this process and print its speed as JSON")
     parser.set_defaults(limit=50 * 256)
     return parser.parse_args()
@@ -177,14 +177,16 @@ def build_step(args, train_set, device):
 
 def timed(batches, step, device):
     """Images per second of a loop over batches, its first steps left out."""
-    done, begin = 0, None
-    for k, batch in enumerate(batches):
-        step(*batch)
-        done += len(batch[1])
-        if k + 1 == WARMUP:
+    steps, done, begin = 0, 0, None
+    for images, targets in batches:
+        step(images, targets)
+        steps, done = steps + 1, done + len(targets)
+        if steps == WARMUP:
             synchronize(device)
             done, begin = 0, time.perf_counter()
     synchronize(device)
+    if begin is None or done == 0:
+        raise UserError(f"{steps} steps are too few to time, expected {WARMUP + 2} or more; raise --limit")
     return done / (time.perf_counter() - begin)
 
 
