@@ -22,7 +22,7 @@ def parse_args():
 
 def main(args):
     # 0. set up
-    rank, world_size = 0, 1  # later scripts change what these are, not where they are used
+    rank, world_size = 0, 1  # which process this is, of how many: the later scripts set what these are
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     global_batch = args.batch_size * world_size
     lr = args.lr * global_batch / 256 if args.lr_scaling == "linear" else args.lr
@@ -63,7 +63,7 @@ def main(args):
                 loss = criterion(outputs, targets)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
+            scaler.step(optimizer)  # note: fp16 waits for the device here, to look for overflow
             scaler.update()
             correct, n = (outputs.argmax(dim=1) == targets).sum(), len(targets)
             totals += torch.stack([loss.detach() * n, correct, torch.full_like(loss, n)])

@@ -23,7 +23,7 @@ def parse_args():
 
 def main(args):
     # 0. set up
-    rank, world_size = 0, 1  # later scripts change what these are, not where they are used
+    rank, world_size = 0, 1  # which process this is, of how many: the later scripts set what these are
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     global_batch = args.batch_size * world_size
     lr = args.lr * global_batch / 256 if args.lr_scaling == "linear" else args.lr
@@ -35,9 +35,7 @@ def main(args):
     net = build_model(args, train_set).to(device)
     report.header(net, train_set, test_set)
     net = nn.DataParallel(net)  # copies the network to every GPU, anew for each batch
-    gpus = len(net.device_ids)
-    share = f"{args.batch_size / gpus:g} images a step on each" if gpus > 1 else "it hands batches on whole, as in 01"
-    report.print(f"DataParallel with {gpus} GPU(s): {share}")
+    report.show_split(len(net.device_ids))
     if args.compile:
         net.compile()
     torch.manual_seed(2**16 * (args.seed + 1) + rank)  # but its own augmentation and dropout in each
@@ -68,7 +66,7 @@ def main(args):
                 loss = criterion(outputs, targets)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
-            scaler.step(optimizer)
+            scaler.step(optimizer)  # note: fp16 waits for the device here, to look for overflow
             scaler.update()
             correct, n = (outputs.argmax(dim=1) == targets).sum(), len(targets)
             totals += torch.stack([loss.detach() * n, correct, torch.full_like(loss, n)])

@@ -39,13 +39,15 @@ $(VENV)/ready-dev: requirements-dev.txt $(VENV)/ready
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
+VENV_PACKAGE = $(PYTHON) -c 'import sys; print("python3.%d-venv" % sys.version_info[1])'
+
 # Debian and Ubuntu ship Python without what venv needs; root may mend that here, others are told how.
 define make_venv
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 		echo "make: found `$(PYTHON) --version 2>&1`, expected Python 3.10 or newer: make PYTHON=python3.12 ..." >&2; exit 2; }; \
 	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-		[ "`id -u`" = 0 ] && echo "installing python3-venv" && apt-get update -qq && apt-get install -y -qq python3-venv; } || { \
-		echo "make: $(PYTHON) cannot make a virtual environment: sudo apt-get install python3-venv, then again" >&2; exit 2; }; \
+		[ "`id -u`" = 0 ] && echo "installing `$(VENV_PACKAGE)`" && apt-get update -qq && apt-get install -y -qq `$(VENV_PACKAGE)`; } || { \
+		echo "make: $(PYTHON) cannot make a virtual environment: sudo apt-get install `$(VENV_PACKAGE)`, then again" >&2; exit 2; }; \
 	echo "setting up $(VENV): about two minutes and 6 GB, once"; \
 	$(PYTHON) -m venv $(VENV)
 endef

@@ -6,6 +6,7 @@ image, but for the batch at once, on the training device. Large images are decod
 loader's workers as they come, and travel as uint8 too.
 """
 
+import http.client
 import os
 import signal
 import socket
@@ -22,8 +23,8 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 from common import shapes
-from common.errors import UserError
-from common.report import cpu_count
+from common.errors import UserError, one_line
+from common.report import cpu_count, leaves_one_alone
 
 SMALL_SIDE = 64  # pixels: images up to here, all of one size, are held in memory
 SMALL_BYTES = 4 * 2**30  # unless they would fill more than this
@@ -106,6 +107,8 @@ def build_datasets(args):
     train_set, test_set = build[args.dataset](args)
     if len(train_set) < 2:
         raise UserError(f"{len(train_set)} training image: expected 2 or more; raise --limit or add images")
+    if train_set.num_classes < 2:
+        raise UserError(f"1 class in {args.data_dir}/train: expected 2 or more, one folder each; one is no choice")
     return train_set, test_set
 
 
@@ -116,7 +119,7 @@ def build_loader(dataset, sampler, args, train):
         dataset: MemoryImages or FileImages.
         sampler: yields indices and has a length.
         args: the shared flags; reads batch_size and workers.
-        train: leave out a last batch of a single image, which batch norm cannot learn from.
+        train: leave out a last batch of one image, which batch norm cannot learn from.
     """
     workers = args.workers
     if workers is None:
@@ -125,9 +128,9 @@ def build_loader(dataset, sampler, args, train):
         dataset,
         batch_size=args.batch_size,
         sampler=sampler,
-        drop_last=train and len(sampler) % args.batch_size == 1,
+        drop_last=train and leaves_one_alone(len(sampler) % args.batch_size, max(1, torch.cuda.device_count())),
         num_workers=workers,
-        persistent_workers=workers > 0,
+        persistent_workers=train and workers > 0,
         pin_memory=torch.cuda.is_available(),
         collate_fn=_as_it_is,  # __getitems__ has made the batch already
         worker_init_fn=_leave_ctrl_c_to_main,
@@ -189,9 +192,12 @@ def read_image(path):
 def _read_with_pillow(path):
     try:
         with Image.open(path) as image:
+            if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip
+                image = image.convert("I").point(lambda level: level / 256)
             return v2.functional.pil_to_tensor(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{path} is no readable image ({error}); delete it or put a good copy there") from None
+        reason = one_line(error)
+        raise UserError(f"{path} is no readable image ({reason}); delete it or put a good copy there") from None
 
 
 def _as_it_is(batch):
@@ -258,10 +264,9 @@ def _download(build, args):
         socket.setdefaulttimeout(30)  # a network that swallows packets must not hang the run
         with FileLock(os.path.join(args.data_dir, f".{args.dataset}.lock")):
             build(args.data_dir, download=True)
-    except (URLError, OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+    except (URLError, OSError, RuntimeError, http.client.HTTPException) as error:
         raise UserError(
-            f"cannot download {args.dataset} to {args.data_dir} ({reason}): check the network, "
+            f"cannot download {args.dataset} to {args.data_dir} ({one_line(error)}): check the network, "
             f"copy the files there by hand, or use --dataset shapes, which needs none"
         ) from None
     finally:
@@ -275,7 +280,7 @@ def _folder(args):
         missing = "train/" if not os.path.isdir(train_dir) else "val/ or test/"
         raise UserError(
             f"--data-dir {args.data_dir} has no {missing}: expected train/CLASS/*.jpg and val/CLASS/*.jpg "
-            "(or test/), as in --dataset folder --data-dir data/cifar10"
+            "(or test/); name the folder that holds them with --data-dir"
         )
     paths, targets, classes = _list_images(train_dir)
     test_paths, test_targets, test_classes = _list_images(test_dir)

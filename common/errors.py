@@ -1,9 +1,12 @@
 """What a user sees when something is wrong: one line, and never a traceback for a mistake of theirs."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 
 
 class UserError(Exception):
@@ -13,15 +16,54 @@ class UserError(Exception):
 @contextlib.contextmanager
 def one_line_errors():
     """Turn a user's mistake into one line on stderr and exit code 2, Ctrl-C into one line and code 130."""
-    program = os.path.basename(sys.argv[0])
     try:
-        yield
+        with _ctrl_c_within(1):
+            yield
     except UserError as error:
         # A DataLoader worker wraps its error into the text of a traceback, whose last line is the message.
         message = str(error).splitlines()[-1].rpartition("UserError: ")[-1]
-        print(f"{program}: error: {message}", file=sys.stderr)
+        print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not break the tidying up
-        print(f"\n{program}: stopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)
+        _stop()
+
+
+def one_line(error):
+    """The text of an exception, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def _ctrl_c_within(seconds):
+    """End the process so long after Ctrl-C even if Python has not noticed it by then.
+
+    Python raises KeyboardInterrupt between two of its own instructions, and the backward pass of a large
+    batch is one instruction that takes many seconds. The wake-up pipe is written at once, whatever runs.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch():
+        while signal_number := os.read(reader, 1):
+            if signal_number[0] == signal.SIGINT:
+                time.sleep(seconds)
+                _stop()
+        os.close(reader)
+
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def _stop():
+    """End at once: Python's own way out waits until every loader worker has finished its batch."""
+    print(f"\n{os.path.basename(sys.argv[0])}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+    with contextlib.suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, a thread may not set it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the DataLoader would complain that its workers die
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(130)

@@ -1,6 +1,7 @@
 """The flags that all scripts share, checked as far as they can be before anything is loaded."""
 
 import argparse
+import contextlib
 import math
 import os
 import shutil
@@ -33,13 +34,13 @@ class Parser(argparse.ArgumentParser):
         add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images a process a step")
         add("--lr", type=_positive, default=0.01, metavar="RATE", help="learning rate for a global batch of 256")
         add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr x global batch / 256")
-        add("--workers", type=whole_number(0), metavar="N", help="loader processes; none for images in memory")
+        add("--workers", type=whole_number(0), metavar="N", help="loader processes; automatic: 0 for images in memory")
         add("--amp", choices=tuple(AMP_DTYPES), default="none", help="mixed precision")
         add("--channels-last", action="store_true", help="keep images as NHWC: faster with --amp on a GPU")
         add("--compile", action="store_true", help="compile the network with torch.compile")
         add("--arch", default="resnet18", metavar="NAME", help="a torchvision network, or mnist_net")
         add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
-        add("--seed", type=whole_number(0), default=0, metavar="N", help="of weights, order and augmentation")
+        add("--seed", type=whole_number(0, 2**32), default=0, metavar="N", help="of weights, order, augmentation")
         add("--limit", type=whole_number(1), metavar="N", help="use N training images only, for a quick try")
         add("--log", metavar="FILE", help="append one JSON line an epoch to FILE")
         add("--save", metavar="FILE", help="write the trained weights to FILE at the end")
@@ -48,9 +49,9 @@ class Parser(argparse.ArgumentParser):
         args = super().parse_args(*args, **kwargs)
         if args.amp == "fp16" and not torch.accelerator.is_available():
             self.error("argument --amp: fp16 needs a GPU and there is none here; on a CPU use --amp bf16 or none")
-        if args.compile and not _can_compile():
-            fix = "sudo apt-get install g++ python3-dev, or leave --compile out"
-            self.error(f"argument --compile: needs a C++ compiler and Python's headers, not both found; {fix}")
+        if args.compile and not can_compile():
+            install = "xcode-select --install" if sys.platform == "darwin" else "sudo apt-get install g++ python3-dev"
+            self.error(f"argument --compile: no C++ compiler or no Python.h here; {install}, or leave --compile out")
         for flag, path in (("--log", args.log), ("--save", args.save)):
             if path is not None and (reason := _unwritable(path)):
                 self.error(f"argument {flag}: cannot write {path}: {reason}; name a file in a folder of yours")
@@ -60,16 +61,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
 
 
-def whole_number(least):
-    """The type of a flag that takes a whole number of at least `least`."""
+def whole_number(least, most=math.inf):
+    """The type of a flag that takes a whole number from `least` to `most`."""
 
     def parse(text):
         try:
             number = int(text)
         except ValueError:
             number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number of {least} or more")
+        if not least <= number <= most:
+            limits = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number {limits}")
         return number
 
     return parse
@@ -86,7 +88,7 @@ def _positive(text):
     return number
 
 
-def _can_compile():
+def can_compile():
     """Whether torch.compile finds what it calls: on Linux $CXX or g++, on a Mac clang++, and Python.h."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     return bool(shutil.which(compiler)) and os.path.exists(sysconfig.get_path("include") + "/Python.h")
@@ -102,5 +104,6 @@ def _unwritable(path):
     except OSError as error:
         return error.strerror
     if new:
-        os.remove(path)
+        with contextlib.suppress(FileNotFoundError):  # another rank, asking the same, was faster
+            os.remove(path)
     return None

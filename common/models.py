@@ -6,7 +6,7 @@ import torch
 import torchvision
 from torch import nn
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 ZOO = torchvision.models.list_models(module=torchvision.models)
 
@@ -72,7 +72,7 @@ def _check_fit(net, args, dataset):
     try:
         net.eval()(torch.zeros(1, dataset.channels, height, width))
     except (RuntimeError, AssertionError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = one_line(error)
         raise UserError(f"--arch {args.arch} cannot take {height}x{width} images ({reason}); try resnet18") from None
     if args.batch_size == 1 and any(isinstance(m, nn.BatchNorm2d) for m in net.modules()):
         raise UserError(f"--batch-size 1: {args.arch} has batch norm, which needs 2 images or more to learn from")

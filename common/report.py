@@ -7,6 +7,7 @@ evaluation counts in neither.
 
 import datetime
 import json
+import math
 import os
 import platform
 import shlex
@@ -16,8 +17,9 @@ import time
 import torch
 import torchvision
 
+from common.errors import UserError
+
 PRINT_EVERY = 50  # steps
-WARMUP = 5  # steps left out of images per second, or a tenth of a shorter epoch
 
 
 class Report:
@@ -84,20 +86,44 @@ class Report:
             f"lr {args.lr:g} -> {self.lr:g} | {', '.join(options)}"
         )
 
+    def show_split(self, devices):
+        """Print and record how DataParallel splits a batch, or refuse what it cannot do on several GPUs.
+
+        Raises:
+            UserError: a flag or a batch size that fails, or silently does something else, in its threads.
+        """
+        size = self.args.batch_size
+        self.record["devices"] = max(1, devices)
+        if devices < 2:
+            self.print(f"DataParallel with {devices} GPU(s): it hands batches on whole, as in 01")
+            return
+        share = math.ceil(size / devices)
+        self.print(f"DataParallel with {devices} GPUs: up to {share} images a step on each")
+        if leaves_one_alone(size, devices):
+            fix = devices * max(2, share)
+            raise UserError(f"--batch-size {size} leaves one of {devices} GPUs a single image: try {fix}")
+        if self.args.amp == "bf16" or self.args.compile:
+            # Its threads know of autocast, but not of its dtype, and run the network uncompiled.
+            raise UserError("DataParallel cannot do --amp bf16 or --compile on several GPUs: use --amp fp16, or 03")
+
     def batches(self, loader, epoch):
-        """Yield the batches of one training epoch, measuring how long the loop waits for each."""
+        """Yield the batches of one training epoch, measuring how long the loop waits for each.
+
+        On a GPU the wait is an upper bound of what data costs: meanwhile the device works on earlier steps.
+        """
         self.epoch, self.step, self.steps = epoch, 0, len(loader)
         self.waited, self.images = 0.0, 0
         self.begin = self.warm = self.line = self._mark()
+        asked = time.perf_counter()
         iterator = iter(loader)
         while self.step < self.steps:
-            asked = time.perf_counter()
             batch = next(iterator)
             self.waited += time.perf_counter() - asked
             self.step, self.images = self.step + 1, self.images + len(batch[1])
             yield batch
-            if self.step == min(WARMUP, self.steps // 10):
+            if self.step == warmup_steps(self.steps):
                 self.warm = self.line = self._mark()
+            asked = time.perf_counter()
 
     def due(self):
         """Whether this step gets a line: every 50th, and the last. The same steps on every rank."""
@@ -142,14 +168,14 @@ class Report:
                 "train_loss": round(self.train_loss, 4),
                 "train_acc": round(self.train_acc, 3),
                 "test_acc": round(self.test_acc, 3),
-                "peak_memory_mib": round(peak_memory() / 2**20),
+                "peak_memory_mib": peak_memory() and round(peak_memory() / 2**20),
             }
             with open(self.args.log, "a") as file:
                 file.write(json.dumps(self.record | measured) + "\n")
 
     def summary(self):
         """Print the last line of a run."""
-        memory = f"peak memory {peak_memory() / 2**30:.2f} GiB"
+        memory = f"peak memory {peak_memory() / 2**30:.2f} GiB" if peak_memory() else "peak memory unknown"
         if self.device.type == "cuda":
             memory += f", on the GPU {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
         outcome = f"test accuracy {self.test_acc:.2f}% after {self.args.epochs} epochs"
@@ -165,6 +191,16 @@ class Report:
         """Images per second of all processes together since a mark."""
         now, images = self._mark()
         return (images - since[1]) * self.record["world_size"] / (now - since[0])
+
+
+def leaves_one_alone(images, devices):
+    """Whether a batch, split over devices as DataParallel splits it, leaves one of them a single image."""
+    return images > 0 and (images - 1) % math.ceil(images / devices) == 0
+
+
+def warmup_steps(steps):
+    """How many of an epoch's steps images per second leave out: 5, or a tenth of a short epoch."""
+    return min(5, steps // 10)
 
 
 def environment(device):
@@ -198,11 +234,13 @@ def device_name(device):
 
 
 def peak_memory():
-    """The most memory this process has held, in bytes."""
+    """The most memory this process has held, in bytes, its loader workers not counted; None on Windows."""
     try:
         with open("/proc/self/status") as file:  # not getrusage, which counts the parent's memory at its start too
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
     except (OSError, StopIteration):
+        if sys.platform == "win32":
+            return None
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -215,3 +253,5 @@ def _count_repeats(log, command):
             return len({r["started"] for r in map(json.loads, file) if r["command"] == command})
     except FileNotFoundError:
         return 0
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--log {log} holds lines that are no run records: name another file") from None

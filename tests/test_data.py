@@ -4,6 +4,7 @@ import functools
 import gzip
 import hashlib
 import http.server
+import os
 import pickle
 import re
 import shutil
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -45,25 +47,22 @@ def test_crops_and_flips_equal_torchvision_to_the_pixel():
         assert torch.equal(ours[k], F.pil_to_tensor(theirs))
 
 
-def offsets_drawn(augment, n, side):
-    """Augment n images of one bright pixel in the middle; return where it went: rows and columns (n,)."""
-    images = torch.zeros(n, 3, side, side, dtype=torch.uint8)
-    images[:, :, side // 2, side // 2] = 255
-    return augment(images)[:, 0].flatten(1).argmax(1).div(side, rounding_mode="floor").bincount(minlength=side)
-
-
-def test_every_offset_is_drawn_equally_often_and_half_are_mirrored():
+def test_every_offset_is_drawn_equally_often_with_and_without_the_mirror():
     torch.manual_seed(0)
-    train_set = memory_images()
-    augment, _ = data.build_transforms(train_set, flags(), CPU)
-    rows = offsets_drawn(augment, 9000, 32)
-    assert set(rows.nonzero().flatten().tolist()) == set(range(12, 21))
-    assert rows[12:21].min() > 880 and rows[12:21].max() < 1120  # 1000 each, four standard deviations
-
-    images = torch.zeros(2000, 3, 32, 32, dtype=torch.uint8)
-    images[:, :, :, :16] = 255  # left half bright: a mirrored image is bright on the right
-    bright_left = augment(images)[:, 0, 16, 8] > 0
-    assert 900 < bright_left.sum() < 1100
+    augment, _ = data.build_transforms(memory_images(), flags(), CPU)
+    n = 81 * 2 * 100
+    images = torch.zeros(n, 3, 32, 32, dtype=torch.uint8)
+    images[:, :, 16, 16] = 255  # one bright pixel, a little right of the middle
+    images[:, :, 16, 8] = 128  # and a dimmer one to its left: on its right in a mirrored image
+    pixels = augment(images)[:, 0].flatten(1)
+    bright, dim = pixels.argmax(1), pixels.scatter(1, pixels.argmax(1, keepdim=True), -9).argmax(1)
+    mirrored = dim > bright
+    row, column = bright // 32, bright % 32
+    column = torch.where(mirrored, 31 - column, column)
+    assert (row.min(), row.max(), column.min(), column.max()) == (12, 20, 12, 20)
+    drawn = ((row - 12) * 9 + column - 12) * 2 + mirrored
+    counts = drawn.bincount(minlength=81 * 2)
+    assert counts.min() > 55 and counts.max() < 145  # 100 each, within four and a half standard deviations
 
 
 def test_digits_are_shifted_but_never_mirrored():
@@ -153,16 +152,25 @@ def test_a_limit_takes_the_same_images_of_every_class():
     assert len(more) == 50_000
 
 
-def test_memory_holds_one_copy_of_the_images():
-    code = """
+@pytest.mark.parametrize("dataset", ["shapes", "folder"])
+def test_memory_holds_one_copy_of_the_images(dataset, tmp_path):
+    given = ["--dataset", dataset, "--data-dir", str(tmp_path)]
+    if dataset == "folder":  # 4,000 images of 12 KB, most of them one file under many names
+        write_images(tmp_path, "train", (64, 64), per_class=1)
+        write_images(tmp_path, "test", (64, 64), per_class=1)
+        for file in tmp_path.glob("train/*/000.png"):
+            for k in range(1, 4000):
+                os.link(file, file.with_name(f"{k:04}.png"))
+    code = f"""
 from conftest import flags
 from common import data
 from common.report import peak_memory
 import torch
 torch.arange(10).bincount()
+args = flags(*{given})
 before = peak_memory()
-sets = data.build_datasets(flags())
-data.build_transforms(sets[0], flags(), torch.device("cpu"))
+sets = data.build_datasets(args)
+data.build_transforms(sets[0], args, torch.device("cpu"))
 print((peak_memory() - before) / sum(s.images.nbytes for s in sets))
 """
     env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""}
@@ -216,10 +224,15 @@ def test_a_test_image_is_torchvisions_resized_and_centre_cropped(large_folder):
 def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind):
     path = tmp_path / kind
     mode = {"grey": "L", "alpha": "RGBA", "deep": "I;16", "palette": "P", "bitmap": "RGB", "print": "CMYK"}
-    Image.new(mode[kind.split(".")[0]], (40, 30)).save(path)
+    levels = np.arange(30 * 40).reshape(30, 40) * 255 // 1199
+    deep = Image.fromarray((levels * 257).astype(np.uint16))
+    image = deep if kind == "deep.png" else Image.fromarray(levels.astype(np.uint8)).convert(mode[kind.split(".")[0]])
+    image.save(path)
+    expected = torch.from_numpy(levels.astype(np.int32))
     for read in (data.read_image, data._read_with_pillow):
         image = read(str(path))
         assert image.shape == (3, 30, 40) and image.dtype == torch.uint8
+        assert (image.int() - expected).abs().max() <= (16 if kind == "print.jpg" else 1)
 
 
 def test_a_damaged_image_is_named_in_one_line_also_when_a_worker_finds_it(large_folder):
@@ -289,6 +302,7 @@ class CountingHandler(http.server.SimpleHTTPRequestHandler):
     def do_GET(self):
         if self.headers["Method"] != "HEAD":  # how torchvision first asks where a file lies
             CountingHandler.asked += (self.path,)
+            time.sleep(1)  # so that the second process certainly asks while the first one fetches
         super().do_GET()
 
     def log_message(self, *_):

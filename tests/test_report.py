@@ -9,7 +9,8 @@ from conftest import flags
 
 from common import report as report_module
 from common.data import MemoryImages
-from common.report import Report
+from common.errors import UserError
+from common.report import Report, leaves_one_alone
 
 DESIGN = {
     *(
@@ -86,6 +87,28 @@ def test_warm_up_steps_count_in_seconds_but_not_in_images_per_second(clock):
     train_epoch(report, clock, steps=100, wait=0.0, seconds_of_step=lambda k: 10.0 if k <= 5 else 0.1)
     assert report.images_per_second == pytest.approx(100)
     assert report.seconds == pytest.approx(5 * 10 + 95 * 0.1)
+
+
+def test_dataparallel_refuses_what_fails_on_several_gpus(clock, capsys):
+    report = make("--batch-size", 256)
+    report.show_split(3)
+    assert "DataParallel with 3 GPUs: up to 86 images a step on each" in capsys.readouterr().out
+    assert report.record["devices"] == 3
+    for size, devices, fix in ((8, 8, 16), (9, 8, 16), (5, 4, 8), (3, 2, 4)):
+        with pytest.raises(UserError, match=f"--batch-size {size} leaves one of {devices} GPUs a single .*try {fix}"):
+            make("--batch-size", size).show_split(devices)
+    for given in (["--amp", "bf16"], ["--compile"]):
+        make(*given).show_split(1)
+        with pytest.raises(UserError, match="cannot do --amp bf16 or --compile on several GPUs"):
+            make(*given).show_split(2)
+
+
+@pytest.mark.parametrize("devices", range(1, 9))
+def test_a_lonely_image_is_found_as_dataparallel_splits_a_batch(devices):
+    for images in range(1, 40):
+        chunks = torch.arange(images).chunk(devices)
+        assert leaves_one_alone(images, devices) == any(len(chunk) == 1 for chunk in chunks), images
+    assert not leaves_one_alone(0, devices)
 
 
 def test_a_short_epoch_is_not_all_warm_up(clock):

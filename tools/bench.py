@@ -1,7 +1,7 @@
 """Measure on this machine: runs in turn, ratios, peak memory.
 
     python tools/bench.py input --dataset folder --data-dir data/cifar10
-    python tools/bench.py input --dataset folder --data-dir data/imagenet-mini
+    python tools/bench.py input --dataset folder --data-dir data/imagenet-mini --batch-size 32
 
 input: what feeding the network costs. Four loops train the same network on the same images, each in a
 process of its own, one after another, --repeats times over:
@@ -25,6 +25,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import torch
 import torchvision
 from PIL import Image
@@ -39,7 +40,7 @@ from common.data import build_datasets, build_loader, build_transforms
 from common.errors import UserError, one_line_errors
 from common.flags import AMP_DTYPES, Parser, whole_number
 from common.models import build_model
-from common.report import WARMUP, environment
+from common.report import environment, warmup_steps
 
 CLASSIC_WORKERS = 4
 
@@ -48,7 +49,8 @@ def parse_args():
     parser = Parser(__doc__)
     parser.add_argument("bench", choices=("input",), help="what to measure")
     parser.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each loop")
-    parser.add_argument("--loop", choices=LOOPS, help="run one loop in this process and print its speed as JSON")
+    inside = [loop for loop in LOOPS if LOOPS[loop]]
+    parser.add_argument("--loop", choices=inside, help="run this loop alone, here, and print its speed as JSON")
     parser.set_defaults(limit=50 * 256)
     return parser.parse_args()
 
@@ -134,8 +136,6 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self):
-        import psutil
-
         while not self._end.wait(1):
             total = 0
             try:
@@ -177,16 +177,16 @@ def build_step(args, train_set, device):
 
 def timed(batches, step, device):
     """Images per second of a loop over batches, its first steps left out."""
-    steps, done, begin = 0, 0, None
-    for images, targets in batches:
+    if len(batches) < 10:
+        raise UserError(f"{len(batches)} steps are too few to time, expected 10 or more: lower --batch-size")
+    done, warmup = 0, warmup_steps(len(batches))
+    for k, (images, targets) in enumerate(batches, start=1):
         step(images, targets)
-        steps, done = steps + 1, done + len(targets)
-        if steps == WARMUP:
+        done += len(targets)
+        if k == warmup:
             synchronize(device)
             done, begin = 0, time.perf_counter()
     synchronize(device)
-    if begin is None or done == 0:
-        raise UserError(f"{steps} steps are too few to time, expected {WARMUP + 2} or more; raise --limit")
     return done / (time.perf_counter() - begin)
 
 

@@ -59,67 +59,86 @@ def ladder():
     return table(("script", "adds", "started with", "size"), rows)
 
 
+def by_hardware(lines, render):
+    """One block for each machine: what `render` makes of its lines, under a line that names it."""
+    machines = {}
+    for r in lines:
+        machines.setdefault(hardware(r), []).append(r)
+    return "\n\n".join(f"On {machine}:\n\n{render(some)}" for machine, some in machines.items())
+
+
+def cifar10_runs():
+    """The records of the published setting: 01, ResNet-18, batch 256, rate 0.01, all images, float32."""
+    setting = {"script": "01_snsc.py", "data_dir": "data/cifar10", "model": "resnet18", "batch_size": 256, "lr": 0.01}
+    setting |= {"limit": None, "augment": True, "amp": "none", "world_size": 1}
+    return [r for r in records("first_runs") if setting.items() <= r.items()]
+
+
 def cifar10():
     """Our CIFAR-10 runs beside the published one, epoch by epoch."""
-    runs = [r for r in records("first_runs") if r["data_dir"] == "data/cifar10"]
-    epochs = sorted({r["epoch"] for r in runs})
 
-    def over_seeds(key):
-        values = [[r[key] for r in runs if r["epoch"] == epoch] for epoch in epochs]
-        return [f"{mean(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in values]
+    def block(runs):
+        epochs = sorted({r["epoch"] for r in runs})
+        rows = [("train, published", *(f"{accuracy:.1f}" for accuracy in PUBLISHED_CIFAR10))]
+        for name, key in (("train, here", "train_acc"), ("test, here", "test_acc")):
+            values = [[r[key] for r in runs if r["epoch"] == epoch] for epoch in epochs]
+            rows.append((name, *(f"{mean(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in values)))
+        seeds = ", ".join(str(seed) for seed in sorted({r["seed"] for r in runs}))
+        return f"{table(('accuracy in % after epoch', *epochs), rows)}\n\nHere: seeds {seeds}, mean (range)."
 
-    rows = [
-        ("train, here", *over_seeds("train_acc")),
-        ("train, published", *(f"{accuracy:.1f}" for accuracy in PUBLISHED_CIFAR10)),
-        ("test, here", *over_seeds("test_acc")),
-    ]
-    head = ("accuracy in % after epoch", *epochs)
-    seeds = ", ".join(str(seed) for seed in sorted({r["seed"] for r in runs}))
-    return f"{table(head, rows)}\n\nHere: seeds {seeds}, mean (range), on {hardware(runs[0])}."
+    return by_hardware(cifar10_runs(), block)
 
 
 def first_runs():
     """The last epoch of every run in results/first_runs."""
-    last = {r["started"]: r for r in records("first_runs")}
-    rows = [
-        (
-            f"`{r['command'].partition(' --log')[0]}`",
-            f"{r['test_acc']:.2f} %",
-            f"{r['seconds']:.0f} s",
-            f"{r['images_per_second']:.0f}",
-            f"{100 * r['data_wait_share']:.1f} %",
-            f"{r['peak_memory_mib']} MiB",
+
+    def block(runs):
+        last = {r["started"]: r for r in runs}
+        rows = [
+            (
+                f"`{r['command'].partition(' --log')[0]}`",
+                f"{r['test_acc']:.2f} %",
+                f"{r['seconds']:.0f} s",
+                f"{r['images_per_second']:.0f}",
+                f"{100 * r['data_wait_share']:.1f} %",
+                f"{r['peak_memory_mib']} MiB",
+            )
+            for r in last.values()
+        ]
+        return table(
+            ("command", "test accuracy", "last epoch took", "images/s", "waiting for data", "peak memory"), rows
         )
-        for r in last.values()
-    ]
-    head = ("command", "test accuracy", "last epoch took", "images/s", "waiting for data", "peak memory")
-    return f"{table(head, rows)}\n\nOne run each on {hardware(r := next(iter(last.values())))}, Python {r['python']}."
+
+    return by_hardware(records("first_runs"), block)
 
 
 def input():
     """What feeding the network costs: the loops of tools/bench.py input."""
-    parts = []
-    runs = [r for r in records("input") if r["bench"] == "input"]
-    for command in dict.fromkeys(r["command"] for r in runs):
-        of = {}
-        for r in (r for r in runs if r["command"] == command):
-            of.setdefault(r["loop"], []).append(r)
-        rows = [_input_row(loop, some, of) for loop, some in of.items()]
-        head = ("loop", "images/s, median (range)", "01 (or ours) against it", "peak memory")
-        some = next(iter(of.values()))
-        shown = command.partition(" --log")[0]
-        parts.append(f"`{shown}`, {len(some)} runs of each in turn:\n\n{table(head, rows)}")
-    return "\n\n".join(parts) + f"\n\nMeasured on {hardware(runs[0])}."
+
+    def block(runs):
+        parts = []
+        for command in dict.fromkeys(r["command"] for r in runs):
+            loops = {}
+            for r in (r for r in runs if r["command"] == command):
+                loops.setdefault(r["loop"], []).append(r)
+            rows = [_input_row(loop, some, loops) for loop, some in loops.items()]
+            head = ("loop", "images/s, median (range)", "`01` (or our loader) against it", "peak memory")
+            repeats = len(loops["01"])
+            parts.append(f"`{command.partition(' --log')[0]}`, {repeats} runs of each:\n\n{table(head, rows)}")
+        return "\n\n".join(parts)
+
+    return by_hardware([r for r in records("input") if r["bench"] == "input"], block)
 
 
-def _input_row(loop, some, of):
-    ours = of["our loader" if "loader" in loop else "01"]
+def _input_row(loop, some, loops):
+    ours = loops["our loader" if "loader" in loop else "01"]
     speeds = [r["images_per_second"] for r in some]
     ratios = [a["images_per_second"] / b for a, b in zip(ours, speeds, strict=True)]
     memory = max(r.get("peak_memory_mib", 0) for r in some)
     speed = f"{median(speeds):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"
     ratio = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    return f"`{loop}`", speed, ratio if some is not ours else "", f"{memory} MiB" if memory else ""
+    name = f"{loop}, 1 worker" if "loader" in loop else loop
+    return name, speed, ratio if some is not ours else "", f"{memory} MiB" if memory else ""
 
 
 def render(text):
