@@ -58,7 +58,9 @@ class MemoryImages(Dataset):
     def channel_stats(self):
         """Mean and standard deviation of each channel, (C,) each, in levels of 0 to 255; exact."""
         levels = torch.arange(256, dtype=torch.float64)
-        counts = torch.stack([c.flatten().bincount(minlength=256) for c in self.images.unbind(1)]).double()
+        counts = torch.zeros(self.channels, 256, dtype=torch.float64)
+        for part in self.images.split(1000):  # in parts, since flatten copies
+            counts += torch.stack([c.flatten().bincount(minlength=256) for c in part.unbind(1)])
         share = counts / counts.sum(1, keepdim=True)
         mean = share @ levels
         return mean, (share @ levels.square() - mean.square()).clamp(min=1).sqrt()
@@ -119,7 +121,8 @@ def build_loader(dataset, sampler, args, train):
         dataset: MemoryImages or FileImages.
         sampler: yields indices and has a length.
         args: the shared flags; reads batch_size and workers.
-        train: leave out a last batch of one image, which batch norm cannot learn from.
+        train: leave out a last batch that would leave one image alone, here or, under DataParallel, on one
+            of the GPUs: batch norm cannot learn from it.
     """
     workers = args.workers
     if workers is None:

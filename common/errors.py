@@ -61,7 +61,8 @@ def _ctrl_c_within(seconds):
 
 def _stop():
     """End at once: Python's own way out waits until every loader worker has finished its batch."""
-    print(f"\n{os.path.basename(sys.argv[0])}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+    echo = "\n" if sys.stderr.isatty() else ""  # a terminal shows ^C first
+    print(f"{echo}{os.path.basename(sys.argv[0])}: stopped by Ctrl-C", file=sys.stderr, flush=True)
     with contextlib.suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, a thread may not set it
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the DataLoader would complain that its workers die
     for child in multiprocessing.active_children():

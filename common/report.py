@@ -73,8 +73,8 @@ class Report:
         weights = sum(p.numel() for p in net.parameters()) / 1e6
         size = "x".join(str(n) for n in (train_set.channels, *train_set.image_size))
         held = "in memory" if train_set.in_memory else "read as they come"
-        options = [f"amp {args.amp}", f"seed {args.seed}", *(["channels last"] if args.channels_last else [])]
-        options += ["compiled"] if args.compile else []
+        options = [f"amp {args.amp}", f"seed {args.seed}"]
+        options += ["channels last"] * args.channels_last + ["compiled"] * args.compile
         self.print(f"{r['script']} | started by {r['launcher']} | world size {r['world_size']} | torch {r['torch']}")
         self.print(f"device: {self.device} ({r['device_name']}, {r['cpu_threads']} CPU threads)")
         self.print(

@@ -64,13 +64,13 @@ def test_an_old_python_is_named(fresh):
 
 
 def test_a_python_without_venv_says_which_package_to_install(fresh):
-    bare = fake_python(fresh, 'case "$2" in *ensurepip*) exit 1;; esac')
+    bare = fake_python(fresh, 'case "$2" in *ensurepip*) exit 1;; *-venv*) echo python3.12-venv;; esac')
     (fresh / "bin").mkdir()
     for command in ("id", "apt-get"):  # a user who is not root, and a machine on which nothing gets installed
         (fresh / "bin" / command).write_text("#!/bin/sh\necho 1000\nexit 1\n")
         (fresh / "bin" / command).chmod(0o755)
     end = make("demo", bare, cwd=fresh, env={"PATH": f"{fresh / 'bin'}:/usr/bin:/bin"})
-    assert end.returncode == 2 and "sudo apt-get install python3-venv" in end.stderr
+    assert end.returncode == 2 and "sudo apt-get install python3.12-venv" in end.stderr
     assert not (fresh / ".venv").exists()
 
 
@@ -129,7 +129,8 @@ def test_every_command_of_the_readme_is_one_a_script_takes():
     assert len(commands) >= 5
     for script, rest in commands:
         assert (ROOT / script).exists(), script
-        flags(*shlex.split(rest))
+        if rest.strip() != "--help":
+            flags(*shlex.split(rest))
     for target in re.findall(r"make (\w+) ", text):
         assert f"\n{target}:" in (ROOT / "Makefile").read_text()
 
