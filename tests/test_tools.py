@@ -149,3 +149,19 @@ def test_mnist_is_recorded_above_98_percent_after_two_epochs():
 def test_shapes_is_recorded_above_90_percent_after_five_epochs():
     runs = [r for r in tables.records("first_runs") if (r["dataset"], r["limit"]) == ("shapes", None)]
     assert runs and all(r["test_acc"] > 90 for r in runs if r["epoch"] == 5)
+
+
+def test_the_input_pipeline_is_recorded_as_fast_as_the_step_allows():
+    runs = [r for r in tables.records("input") if r["device"] == "cpu"]
+
+    def ratio(data_dir, ours, other):
+        speeds = {}
+        for r in runs:
+            if r["data_dir"] == data_dir:
+                speeds.setdefault(r["loop"], []).append(r["images_per_second"])
+        return statistics.median(a / b for a, b in zip(speeds[ours], speeds[other], strict=True))
+
+    assert ratio("data/cifar10", "01", "limit") >= 0.95
+    assert ratio("data/cifar10", "01", "classic, memory") >= 1.05
+    assert ratio("data/cifar10", "01", "classic, files") >= 1.25
+    assert ratio("data/imagenet-mini", "our loader", "classic loader") >= 1.4
