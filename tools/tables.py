@@ -145,7 +145,7 @@ def render(text):
     """The text with every table made anew."""
     make = {"ladder": ladder, "cifar10": cifar10, "first_runs": first_runs, "input": input}
     pattern = r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)"
-    return re.sub(pattern, lambda m: m[1] + make[m[2]]() + m[3], text, flags=re.S)
+    return re.sub(pattern, lambda m: f"{m[1]}\n{make[m[2]]()}\n{m[3]}", text, flags=re.S)
 
 
 def main():
