@@ -1,6 +1,9 @@
 """What the tests share: running a script, in this process or in its own, and small datasets on disk."""
 
+import contextlib
+import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,11 +46,28 @@ def run(monkeypatch, capfd):
     return run
 
 
-def start(script, *flags, **kwargs):
-    """Start a script in a process and a session of its own."""
-    command = [sys.executable, str(ROOT / script), *map(str, flags)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes, **kwargs)
+STARTED = []
+
+
+def start(*command):
+    """Start Python with these arguments in a process and a session of its own, which the test's end kills."""
+
+    def listen_to_ctrl_c():  # a shell makes its background jobs deaf to it, and they hand that on
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options = {"cwd": ROOT, "start_new_session": True, "preexec_fn": listen_to_ctrl_c}
+    STARTED.append(subprocess.Popen([sys.executable, *map(str, command)], **pipes, **options))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def leave_nothing_running():
+    """Kill what a failed test has left."""
+    yield
+    while STARTED:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(STARTED.pop().pid, signal.SIGKILL)
 
 
 def flags(*given):

@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
@@ -291,8 +289,7 @@ def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_workers(tmp_path, to, bat
 def test_ctrl_c_is_noticed_while_python_is_deaf_to_it():
     code = "from common.errors import one_line_errors; import hashlib\nwith one_line_errors(): print(flush=True); "
     code += "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**30)"  # one call of many minutes
-    command = [sys.executable, "-c", code]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start("-c", code)
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
