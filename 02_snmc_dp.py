@@ -34,10 +34,10 @@ def main(args):
     torch.manual_seed(args.seed)  # the same weights in every process
     net = build_model(args, train_set).to(device)
     report.header(net, train_set, test_set)
-    net = nn.DataParallel(net)  # copies the network to every GPU, anew for each batch
-    report.show_split(len(net.device_ids))
     if args.compile:
         net.compile()
+    net = nn.DataParallel(net)  # copies the network to every GPU, anew for each batch
+    report.show_split(len(net.device_ids))
     torch.manual_seed(2**16 * (args.seed + 1) + rank)  # but its own augmentation and dropout in each
 
     # 2. define dataloader

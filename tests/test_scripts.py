@@ -140,6 +140,7 @@ def test_bfloat16_and_channels_last_change_how_and_not_what_is_learned(run, smal
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_compiled_network_learns_the_same(run, small_folder, tmp_path, script):
     given = [*QUICK, small_folder, "--epochs", 1, "--save"]
+    torch._dynamo.reset()  # or the graphs of another test may serve
     torch._dynamo.utils.counters.clear()
     plain = run(script, *given, tmp_path / "plain.pt")
     compiled = run(script, *given, tmp_path / "compiled.pt", "--compile")
