@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-from urllib.error import URLError
 
 import torch
 import torch.nn.functional as F
@@ -199,8 +198,9 @@ def _read_with_pillow(path):
                 image = image.convert("I").point(lambda level: level / 256)
             return v2.functional.pil_to_tensor(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:
-        reason = one_line(error)
-        raise UserError(f"{path} is no readable image ({reason}); delete it or put a good copy there") from None
+        raise UserError(
+            f"{path} is no readable image ({one_line(error)}); delete it or put a good copy there"
+        ) from None
 
 
 def _as_it_is(batch):
@@ -267,7 +267,7 @@ def _download(build, args):
         socket.setdefaulttimeout(30)  # a network that swallows packets must not hang the run
         with FileLock(os.path.join(args.data_dir, f".{args.dataset}.lock")):
             build(args.data_dir, download=True)
-    except (URLError, OSError, RuntimeError, http.client.HTTPException) as error:
+    except (OSError, RuntimeError, http.client.HTTPException) as error:
         raise UserError(
             f"cannot download {args.dataset} to {args.data_dir} ({one_line(error)}): check the network, "
             f"copy the files there by hand, or use --dataset shapes, which needs none"

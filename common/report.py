@@ -183,14 +183,19 @@ class Report:
 
     def _mark(self):
         """The time, once the device has finished what it was given, and the images of this process so far."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        synchronize(self.device)
         return time.perf_counter(), self.images
 
     def _speed(self, since):
         """Images per second of all processes together since a mark."""
         now, images = self._mark()
         return (images - since[1]) * self.record["world_size"] / (now - since[0])
+
+
+def synchronize(device):
+    """Wait until the device has finished what it was given; a CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def leaves_one_alone(images, devices):

@@ -41,7 +41,7 @@ from common.data import build_datasets, build_loader, build_transforms
 from common.errors import UserError, one_line_errors
 from common.flags import AMP_DTYPES, Parser, whole_number
 from common.models import build_model
-from common.report import environment, warmup_steps
+from common.report import environment, synchronize, warmup_steps
 
 CLASSIC_WORKERS = 4
 
@@ -190,11 +190,6 @@ def timed(batches, step, device):
             done, begin = 0, time.perf_counter()
     synchronize(device)
     return done / (time.perf_counter() - begin)
-
-
-def synchronize(device):
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def limit_loop(args):
