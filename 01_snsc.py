@@ -17,16 +17,17 @@ from common.report import Report
 
 
 def parse_args():
-    return Parser(__doc__).parse_args()
+    parser = Parser(__doc__)
+    return parser.parse_args()
 
 
 def main(args):
     # 0. set up
-    rank, world_size = 0, 1  # which process this is, of how many: the later scripts set what these are
+    rank, world_size, local_world_size = 0, 1, 1  # which process this is, of how many, how many on this machine
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     global_batch = args.batch_size * world_size
     lr = args.lr * global_batch / 256 if args.lr_scaling == "linear" else args.lr
-    report = Report(args, device, rank, world_size, lr)
+    report = Report(args, device, rank, world_size, local_world_size, lr)
     train_set, test_set = build_datasets(args)
 
     # 1. define network
@@ -41,8 +42,8 @@ def main(args):
     order = torch.Generator()
     train_sampler = RandomSampler(train_set, generator=order)
     test_sampler = range(rank, len(test_set), world_size)
-    train_loader = build_loader(train_set, train_sampler, args, train=True)
-    test_loader = build_loader(test_set, test_sampler, args, train=False)
+    train_loader = build_loader(train_set, train_sampler, args, local_world_size, train=True)
+    test_loader = build_loader(test_set, test_sampler, args, local_world_size, train=False)
     augment, normalize = build_transforms(train_set, args, device)
 
     # 3. define loss and optimizer

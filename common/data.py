@@ -22,8 +22,9 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 from common import shapes
+from common.distributed import cores_per_process
 from common.errors import UserError, one_line
-from common.report import cpu_count, leaves_one_alone
+from common.report import leaves_one_alone
 
 SMALL_SIDE = 64  # pixels: images up to here, all of one size, are held in memory
 SMALL_BYTES = 4 * 2**30  # unless they would fill more than this
@@ -113,24 +114,26 @@ def build_datasets(args):
     return train_set, test_set
 
 
-def build_loader(dataset, sampler, args, train):
+def build_loader(dataset, sampler, args, local_world_size=1, *, train):
     """The ordinary DataLoader, set up for batches of uint8 images.
 
     Args:
         dataset: MemoryImages or FileImages.
         sampler: yields indices and has a length.
         args: the shared flags; reads batch_size and workers.
+        local_world_size: int, the processes on this machine, which share its cores and its GPUs.
         train: leave out a last batch that would leave one image alone, here or, under DataParallel, on one
             of the GPUs: batch norm cannot learn from it.
     """
     workers = args.workers
     if workers is None:
-        workers = 0 if dataset.in_memory else cpu_count()
+        workers = 0 if dataset.in_memory else cores_per_process(local_world_size)
+    gpus = max(1, torch.cuda.device_count() // local_world_size)
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
         sampler=sampler,
-        drop_last=train and leaves_one_alone(len(sampler) % args.batch_size, max(1, torch.cuda.device_count())),
+        drop_last=train and leaves_one_alone(len(sampler) % args.batch_size, gpus),
         num_workers=workers,
         persistent_workers=train and workers > 0,
         pin_memory=torch.cuda.is_available(),

@@ -8,6 +8,10 @@ import sys
 import threading
 import time
 
+from torch.multiprocessing import ProcessExitedException
+
+from common.distributed import LaunchError, lost_peer
+
 
 class UserError(Exception):
     """A mistake of the user: one line that says what was found, what was expected and what works."""
@@ -15,17 +19,29 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def one_line_errors():
-    """Turn a user's mistake into one line on stderr and exit code 2, Ctrl-C into one line and code 130."""
+    """Turn a user's mistake into one line on stderr and exit code 2, the loss of another rank into one and
+    code 1, Ctrl-C into one and code 130."""
     try:
         with _ctrl_c_within(1):
             yield
-    except UserError as error:
+    except (UserError, LaunchError) as error:
         # A DataLoader worker wraps its error into the text of a traceback, whose last line is the message.
-        message = str(error).splitlines()[-1].rpartition("UserError: ")[-1]
-        print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
-        sys.exit(2)
+        _fail(2, str(error).splitlines()[-1].rpartition("UserError: ")[-1])
+    except ProcessExitedException as error:  # a child of mp.spawn, which has said why unless it was killed
+        if error.signal_name:
+            _fail(1, f"process {error.error_index} was killed by {error.signal_name}; the others have been ended")
+        sys.exit(error.exit_code)
+    except RuntimeError as error:
+        if reason := lost_peer(error):
+            _fail(1, reason)
+        raise
     except KeyboardInterrupt:
         _stop()
+
+
+def _fail(code, message):
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def one_line(error):

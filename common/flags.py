@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
         add("--seed", type=whole_number(0, 2**32), default=0, metavar="N", help="of weights, order, augmentation")
         add("--limit", type=whole_number(1), metavar="N", help="use N training images only, for a quick try")
-        add("--log", metavar="FILE", help="append one JSON line an epoch to FILE")
+        add("--log-file", metavar="FILE", help="append one JSON line an epoch to FILE")
         add("--save", metavar="FILE", help="write the trained weights to FILE at the end")
 
     def parse_args(self, *args, **kwargs):
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         if args.compile and not can_compile():
             install = "xcode-select --install" if sys.platform == "darwin" else "sudo apt-get install g++ python3-dev"
             self.error(f"argument --compile: no C++ compiler or no Python.h here; {install}, or leave --compile out")
-        for flag, path in (("--log", args.log), ("--save", args.save)):
+        for flag, path in (("--log-file", args.log_file), ("--save", args.save)):
             if path is not None and (reason := _unwritable(path)):
                 self.error(f"argument {flag}: cannot write {path}: {reason}; name a file in a folder of yours")
         return args

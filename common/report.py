@@ -8,6 +8,7 @@ evaluation counts in neither.
 import datetime
 import json
 import math
+import multiprocessing
 import os
 import platform
 import shlex
@@ -15,11 +16,21 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 import torchvision
 
+from common.distributed import cpu_count
 from common.errors import UserError
 
 PRINT_EVERY = 50  # steps
+
+# The start of the command: with the number of machines, and of processes on each.
+LAUNCHERS = {
+    "python": "python",
+    "torchrun": "torchrun --nnodes={} --nproc-per-node={}",
+    "mp.spawn": "python",
+    "srun": "srun --nodes={} --ntasks-per-node={} python",
+}
 
 
 class Report:
@@ -30,18 +41,18 @@ class Report:
         device: torch.device.
         rank, world_size, local_world_size: int.
         lr: the learning rate after scaling.
-        launcher: who started the processes.
-        backend: of the process group; "none" without one.
     """
 
-    def __init__(self, args, device, rank, world_size, lr, launcher="python", backend="none", local_world_size=1):
+    def __init__(self, args, device, rank, world_size, local_world_size, lr):
         self.args, self.device, self.lr = args, device, lr
         self.is_main = rank == 0
         self.started = time.perf_counter()
         self.test_acc = None
+        launcher = launcher_name()
+        start = LAUNCHERS[launcher].format(world_size // local_world_size, local_world_size)
         self.record = {
             "script": os.path.basename(sys.argv[0]),
-            "command": shlex.join([launcher, os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+            "command": f"{start} {shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])}",
             "launcher": launcher,
             "dataset": args.dataset,
             "data_dir": args.data_dir if args.dataset != "shapes" else None,
@@ -50,7 +61,7 @@ class Report:
             "model": args.arch,
             "world_size": world_size,
             "local_world_size": local_world_size,
-            "backend": backend,
+            "backend": dist.get_backend() if dist.is_initialized() else "none",
             "batch_size": args.batch_size,
             "global_batch": args.batch_size * world_size,
             "lr": lr,
@@ -60,8 +71,8 @@ class Report:
             "sync_bn": getattr(args, "sync_bn", False),
             "seed": args.seed,
         } | environment(device)
-        if args.log:
-            self.record["repeat"] = _count_repeats(args.log, self.record["command"])
+        if args.log_file:
+            self.record["repeat"] = _count_repeats(args.log_file, self.record["command"])
 
     def print(self, line):
         if self.is_main:
@@ -75,7 +86,11 @@ class Report:
         held = "in memory" if train_set.in_memory else "read as they come"
         options = [f"amp {args.amp}", f"seed {args.seed}"]
         options += ["channels last"] * args.channels_last + ["compiled"] * args.compile
-        self.print(f"{r['script']} | started by {r['launcher']} | world size {r['world_size']} | torch {r['torch']}")
+        options += ["synchronised batch norm"] * r["sync_bn"]
+        here = f" ({r['local_world_size']} on this machine)" if r["world_size"] > 1 else ""
+        self.print(
+            f"{r['script']} | started by {r['launcher']} | world size {r['world_size']}{here} | torch {r['torch']}"
+        )
         self.print(f"device: {self.device} ({r['device_name']}, {r['cpu_threads']} CPU threads)")
         self.print(
             f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, {held}, "
@@ -159,7 +174,7 @@ class Report:
             f"epoch took {self.seconds:.1f} s, {self.images_per_second:.0f} img/s, "
             f"{100 * wait_share:.1f}% of it waiting for data"
         )
-        if self.args.log and self.is_main:
+        if self.args.log_file and self.is_main:
             measured = {
                 "epoch": self.epoch + 1,
                 "seconds": round(self.seconds, 3),
@@ -170,7 +185,7 @@ class Report:
                 "test_acc": round(self.test_acc, 3),
                 "peak_memory_mib": peak_memory() and round(peak_memory() / 2**20),
             }
-            with open(self.args.log, "a") as file:
+            with open(self.args.log_file, "a") as file:
                 file.write(json.dumps(self.record | measured) + "\n")
 
     def summary(self):
@@ -190,6 +205,15 @@ class Report:
         """Images per second of all processes together since a mark."""
         now, images = self._mark()
         return (images - since[1]) * self.record["world_size"] / (now - since[0])
+
+
+def launcher_name():
+    """Who started the processes, one of LAUNCHERS."""
+    if not dist.is_initialized():
+        return "python"
+    if multiprocessing.parent_process():
+        return "mp.spawn"
+    return "torchrun" if dist.is_torchelastic_launched() else "srun"
 
 
 def synchronize(device):
@@ -220,11 +244,6 @@ def environment(device):
         "python": platform.python_version(),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def cpu_count():
-    """The cores this process may use: a container or a Slurm step often has fewer than the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def device_name(device):
@@ -259,4 +278,4 @@ def _count_repeats(log, command):
     except FileNotFoundError:
         return 0
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"--log {log} holds lines that are no run records: name another file") from None
+        raise UserError(f"--log-file {log} holds lines that are no run records: name another file") from None

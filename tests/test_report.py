@@ -62,7 +62,7 @@ def clock(monkeypatch):
 
 def make(*given, rank=0, world_size=1):
     args = flags(*given)
-    return Report(args, torch.device("cpu"), rank, world_size, lr=args.lr * world_size)
+    return Report(args, torch.device("cpu"), rank, world_size, world_size, lr=args.lr * world_size)
 
 
 def train_epoch(report, clock, steps, wait, seconds_of_step):
@@ -135,7 +135,7 @@ def test_the_device_is_synchronised_before_the_clock_is_read(clock, monkeypatch)
 
 def test_records_hold_what_the_design_asks_for(clock, tmp_path):
     log = tmp_path / "run.jsonl"
-    report = make("--log", log)
+    report = make("--log-file", log)
     for _ in range(2):
         train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
         report.show_epoch(torch.tensor(25), 100)
@@ -148,7 +148,7 @@ def test_records_hold_what_the_design_asks_for(clock, tmp_path):
 def test_the_repeats_of_a_command_are_counted(clock, tmp_path, monkeypatch):
     log = tmp_path / "run.jsonl"
     for repeat in range(3):
-        report = make("--log", log)
+        report = make("--log-file", log)
         report.record["started"] = str(repeat)
         train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
         report.show_epoch(torch.tensor(25), 100)
@@ -157,7 +157,7 @@ def test_the_repeats_of_a_command_are_counted(clock, tmp_path, monkeypatch):
 
 def test_only_rank_0_prints_and_writes(clock, tmp_path, capsys):
     log = tmp_path / "run.jsonl"
-    report = make("--log", log, rank=1, world_size=2)
+    report = make("--log-file", log, rank=1, world_size=2)
     train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
     report.show_epoch(torch.tensor(25), 100)
     report.summary()

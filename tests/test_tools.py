@@ -86,7 +86,7 @@ def bench(*given):
 
 def test_the_input_benchmark_compares_four_loops_on_small_images(small_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
-    out = bench("--dataset", "folder", "--data-dir", small_folder, "--log", log)
+    out = bench("--dataset", "folder", "--data-dir", small_folder, "--log-file", log)
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [r["loop"] for r in records] == ["classic, files", "classic, memory", "01", "limit"]
     for r in records:
@@ -100,7 +100,7 @@ def test_the_input_benchmark_compares_four_loops_on_small_images(small_folder, t
 
 def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
-    out = bench("--dataset", "folder", "--data-dir", large_folder, "--log", log, "--arch", "resnet18")
+    out = bench("--dataset", "folder", "--data-dir", large_folder, "--log-file", log, "--arch", "resnet18")
     loops = [json.loads(line)["loop"] for line in log.read_text().splitlines()]
     assert loops == ["classic, files", "01", "limit", "classic loader", "our loader"]
     assert re.search(r"^ours / classic\s+[\d.]+ \(", out, re.M)

@@ -99,7 +99,7 @@ def run_loop(loop, args):
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
         if loop == "01":
-            command = [ROOT / "01_snsc.py", *flags, "--epochs", "1", "--log", log]
+            command = [ROOT / "01_snsc.py", *flags, "--epochs", "1", "--log-file", log]
         else:
             command = [ROOT / "tools/bench.py", "input", *flags, "--loop", loop]
         process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
@@ -296,13 +296,13 @@ def spread(values, form):
 
 
 def write(args, env, **measured):
-    """Append one line to --log."""
-    if not args.log:
+    """Append one line to --log-file."""
+    if not args.log_file:
         return
     record = {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "model": args.arch}
     for setting in ("dataset", "data_dir", "limit", "batch_size", "amp", "channels_last", "compile"):
         record[setting] = getattr(args, setting)
-    with open(args.log, "a") as file:
+    with open(args.log_file, "a") as file:
         file.write(json.dumps(record | env | measured) + "\n")
 
 

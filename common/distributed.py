@@ -1,0 +1,642 @@
+"""From a process, however it was started, to a process group. Copy this one file: it needs torch alone.
+
+    from distributed import cleanup, setup_distributed
+
+    d = setup_distributed()
+    net = torch.nn.parallel.DistributedDataParallel(Net().to(d.device))
+    ...  # train; d.rank and d.world_size say which part of the data is this process's
+    cleanup()
+
+The same script then runs under every launcher, and as `python train.py` as a world of one process. Who
+started it is read from the environment; the first of these that matches wins:
+
+    launcher   rank                  world size            local rank                  rank 0 listens at
+    torchrun   RANK                  WORLD_SIZE            LOCAL_RANK                  MASTER_ADDR:MASTER_PORT
+    srun       SLURM_PROCID          SLURM_STEP_NUM_TASKS  SLURM_LOCALID               first of SLURM_STEP_NODELIST:
+                                                                                       port from SLURM_JOB_ID
+    mpirun     OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  OMPI_COMM_WORLD_LOCAL_RANK  MASTER_ADDR:MASTER_PORT,
+               or PMI_RANK           PMI_SIZE              MPI_LOCALRANKID             not needed on one machine
+    nodes      RANK                  WORLD_SIZE            0                           MASTER_ADDR:MASTER_PORT
+    python     0                     1                     0                           nowhere
+
+torchrun comes first because its workers inside a Slurm job all inherit one SLURM_PROCID. srun counts only
+where a Slurm *step* started the process: the shell of an sbatch file has the job's variables too, but runs
+once; and a step may be smaller than its job, which is why SLURM_NTASKS is not read. "nodes" are Kubernetes'
+PyTorchJob and SenseCore, whose RANK and WORLD_SIZE count machines: accepted where a machine has one device.
+MASTER_ADDR and MASTER_PORT, where they are set, win over what Slurm says.
+
+Checked before any process waits for another: that the variables are all there, are numbers and fit together;
+that no launcher runs inside another; that every local process has a device. Then, while the ranks meet: that
+the address resolves, that the port is free and the store behind it this job's, that no rank and no GPU is
+there twice, that all ranks come. What is wrong raises LaunchError, a ValueError, within seconds; only ranks
+that never come take `timeout`. Its message says what was found, what was expected and the command that works.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import gc
+import itertools
+import logging
+import multiprocessing
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+import urllib.parse
+import zlib
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # now and not later, see cleanup
+
+TIMEOUT = datetime.timedelta(minutes=5)  # for a rank that does not come, to the start or to a collective
+QUICK = 10  # seconds: for an address that does not resolve, a store that does not answer
+PATIENCE = 15  # seconds: who waits longer for other ranks says so
+PORTS = range(12000, 32000)  # for jobs that name none; Linux gives those above 32768 to outgoing connections
+
+log = logging.getLogger(__name__)
+
+
+class LaunchError(ValueError):
+    """The processes were started in a way that cannot work; the message says which way does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Distributed:
+    """Which process this is, of which world.
+
+    rank: 0 to world_size - 1; rank 0 is the one that prints and saves.
+    local_rank: 0 to local_world_size - 1, among the processes of this machine.
+    device: what this process computes on.
+    backend: of the process group, "nccl" or "gloo".
+    launcher: "torchrun", "srun", "mpirun", "nodes" or "python".
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    launcher: str
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+
+def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
+    """Choose this process's device and number of threads, and join the process group of its job.
+
+    Args:
+        backend: "nccl" or "gloo"; without it nccl where there are GPUs, else gloo.
+        port: where rank 0 listens, unless MASTER_PORT says so.
+        timeout: datetime.timedelta to wait for other ranks, at the start and in each collective.
+
+    Returns:
+        Distributed.
+
+    Raises:
+        LaunchError: see the top of this file.
+    """
+    if dist.is_initialized():
+        raise LaunchError("setup_distributed() was called twice: call it once, or cleanup() in between")
+    launcher, rank, world_size, local_rank, local_world_size, url = _find_launcher(port)
+    device = setup_device(local_rank, local_world_size or local_rank + 1)
+    if backend == "nccl" and device.type != "cuda":
+        raise LaunchError("backend='nccl' needs GPUs and this process sees none: leave it out, or say backend='gloo'")
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    options = {"backend": backend, "timeout": timeout}
+    if backend == "nccl":
+        options["device_id"] = device  # connects the GPUs now: errors are harder to read in the first collective
+    if world_size == 1:
+        dist.init_process_group(**options, store=dist.HashStore(), rank=0, world_size=1)
+    elif url is None:
+        dist.init_process_group(**options)  # torchrun keeps the store, and makes each rank once
+    else:
+        store = rendezvous(url, rank, world_size, timeout)
+        dist.init_process_group(**options, store=store, rank=rank, world_size=world_size)
+    if local_world_size is None:
+        hosts = [None] * world_size
+        dist.all_gather_object(hosts, socket.gethostname())
+        local_world_size = hosts.count(socket.gethostname())
+        setup_device(local_rank, local_world_size)  # again, now that the number of those who share it is known
+    return Distributed(rank, local_rank, world_size, local_world_size, device, backend, launcher)
+
+
+def cleanup():
+    """Leave the process group, if there is one; the last thing to do, when the network is no longer in use.
+
+    gloo's threads end with the last reference to the group. One that outlives the interpreter aborts the process
+    ("terminate called without an active exception", exit code 134), after all the work was done. References are
+    held by DistributedDataParallel, whose cycles only the garbage collector frees, and by torch.distributed.nn: its
+    functions have the group of the moment as a default argument if they are first imported, by
+    DistributedDataParallel, while there is one. Hence the import at the top of this file.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def cleaned_up():
+    """Leave the process group at the end of the block, after an error too."""
+    try:
+        yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold the network
+        # The peers may be in a collective that waits for this rank, and leaving may wait for them: not for long.
+        watchdog = threading.Timer(QUICK, _give_up, [error])
+        watchdog.daemon = True
+        watchdog.start()
+        cleanup()
+        watchdog.cancel()
+        raise
+    cleanup()
+
+
+def _give_up(error):
+    if not isinstance(error, SystemExit):  # whose reason has been printed
+        traceback.print_exception(type(error), error, error.__traceback__)
+    os._exit(1)
+
+
+def sum_over_ranks(tensor):
+    """The sum of a tensor over all ranks, a new tensor on each. Every rank must call it."""
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+@contextlib.contextmanager
+def local_main_first(local_rank):
+    """Run the block on one process of each machine, then on the others: to download, to unpack.
+
+    Every rank must enter it.
+    """
+    if local_rank > 0:
+        dist.barrier()
+    try:
+        yield
+    finally:  # after an error too, or the others would wait here
+        if local_rank == 0:
+            dist.barrier()
+
+
+def lost_peer(error):
+    """What to tell a user if this error means that another rank has gone, else None."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, RuntimeError) or not (isinstance(error, dist.DistError) or "/gloo/" in text):
+        return None
+    reason = re.sub(r"\[\S*/gloo/\S*\] ?", "", text)[:200]
+    fix = "its own message or its launcher's, which may stand above, says why"
+    if "127.0." in text and "refused" in text:
+        fix = (
+            "ranks on several machines need export GLOO_SOCKET_IFNAME=... on each, the interface that the others reach"
+        )
+    return f"lost another rank ({reason}): {fix}"
+
+
+# Who started this process?
+
+# The names of rank, world size, local rank and local world size.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def _find_launcher(port):
+    """(launcher, rank, world_size, local_rank, local_world_size or None if unknown, url or None if not needed)"""
+    env = os.environ
+    given = [name for name in TORCHRUN[:3] if name in env]
+    mpi = next((names for names in (OPEN_MPI, MPICH) if names[0] in env and names[1] in env), None)
+    url = None
+    if len(given) == 3:
+        launcher, ranks = "torchrun", read_ranks(*TORCHRUN)
+        if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # somebody else speaks torchrun's words
+            url = _env_url(port, ranks)
+    elif "SLURM_STEP_NUM_TASKS" in env:
+        launcher, ranks = "srun", read_ranks(*SLURM)
+        url = slurm_url(port)
+    elif mpi:
+        launcher, ranks = "mpirun", read_ranks(*mpi)
+        url = _env_url(port, ranks)
+    elif given == ["RANK", "WORLD_SIZE"]:
+        world_size = read_number("WORLD_SIZE", 1)
+        launcher, ranks = "nodes", (read_number("RANK", 0, world_size - 1), world_size, 0, 1)
+        _refuse_idle_gpus(world_size)
+        url = _env_url(port, ranks)
+    elif given:
+        missing = [name for name in TORCHRUN[:3] if name not in env]
+        found = f"{' and '.join(given)} set without {' and '.join(missing)}"
+        raise LaunchError(f"{found}: expected all three, or none; {_command('RANK')}")
+    else:
+        launcher, ranks = "python", (0, 1, 0, 1)
+        if env.get("SLURM_NTASKS", "1") != "1":
+            log.warning(
+                "running as one process: srun has not started it, though this Slurm job has SLURM_NTASKS=%s; "
+                "to use them all: srun python %s",
+                env["SLURM_NTASKS"], _script(),
+            )  # fmt: skip
+    if ranks[1] == 1:
+        return launcher, 0, 1, 0, 1, None
+    _refuse_nesting(launcher)
+    return launcher, *ranks, url
+
+
+def read_ranks(rank, world_size, local_rank, local_world_size):
+    """Rank, world size, local rank and local world size from the environment variables of these names.
+
+    Local world size is None if its variable is not set: not everybody who speaks torchrun's words knows that one.
+
+    Raises:
+        LaunchError: one is missing, no number, or outside of what the others allow.
+    """
+    n = read_number(world_size, 1)
+    here = None
+    if local_world_size == "SLURM_STEP_TASKS_PER_NODE":
+        here = _slurm_tasks_here()
+    elif local_world_size in os.environ:
+        here = read_number(local_world_size, 1, n)
+    return read_number(rank, 0, n - 1), n, read_number(local_rank, 0, (here or n) - 1), here
+
+
+def read_number(name, least=0, most=None):
+    """A whole number from an environment variable.
+
+    Raises:
+        LaunchError: it is not set, no whole number, below `least` or above `most`.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        raise LaunchError(f"{name} is not set: expected {_launcher_of(name)} to set it; {_command(name)}")
+    number = int(text) if re.fullmatch("[0-9]{1,9}", text) else -1
+    if number < least or (most is not None and number > most):
+        limits = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise LaunchError(f"{name}={text}: expected a whole number {limits}; {_command(name)}")
+    return number
+
+
+def _slurm_tasks_here():
+    """How many tasks of this Slurm step run on this machine: its entry in, say, SLURM_STEP_TASKS_PER_NODE=5,1(x2)."""
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    parts = [re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([0-9]{1,5})\))?", part) for part in text.split(",")]
+    if not all(parts):
+        found = f"SLURM_STEP_TASKS_PER_NODE={text}"
+        raise LaunchError(f"{found}: expected tasks per machine, as in 4(x2),1; {_command('SLURM_PROCID')}")
+    counts = [int(part[1]) for part in parts for _ in range(int(part[2] or 1))]
+    return counts[read_number("SLURM_NODEID", 0, len(counts) - 1)]
+
+
+def slurm_url(port=None):
+    """tcp://HOST:PORT for the ranks of a Slurm step to meet at.
+
+    The first host of the step and a port made from the ids of job and step, so that jobs that share a machine
+    do not meet; unless MASTER_ADDR and MASTER_PORT say otherwise, or `port`.
+    """
+    host = os.environ.get("MASTER_ADDR") or expand_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))[0]
+    if os.environ.get("SLURM_PROCID") == "0" != os.environ.get("SLURM_NODEID") and "MASTER_ADDR" not in os.environ:
+        raise LaunchError(
+            f"SLURM_NODEID={os.environ.get('SLURM_NODEID')} of rank 0: expected it on the first machine, {host}; leave "
+            f"--distribution=arbitrary out, or export MASTER_ADDR with the machine of rank 0"
+        )
+    if "MASTER_PORT" in os.environ:
+        port = read_number("MASTER_PORT", 1, 65535)
+    elif port is None:
+        port = PORTS[(16 * read_number("SLURM_JOB_ID") + read_number("SLURM_STEP_ID")) % len(PORTS)]
+    return f"tcp://{host}:{port}"
+
+
+def expand_hosts(nodelist):
+    """The host names of a Slurm node list, as in n[1-3,07-09],login,gpu-a[01-02]-ib, in its order.
+
+    Written out here rather than by `scontrol show hostnames`, so that no shell reads it and no command is needed.
+
+    Raises:
+        LaunchError: it is no such list.
+    """
+    hosts = []
+    for item in re.findall(r"(?:\[[^\]]*\]|[^,])+", nodelist):  # commas within brackets do not part
+        pieces = re.findall(r"\[([^\]]*)\]|([^\[]+|\[)", item)
+        hosts += map("".join, itertools.product(*([text] if text else _expand_ranges(r) for r, text in pieces)))
+    if not hosts or not all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host) for host in hosts):
+        found = f"SLURM_STEP_NODELIST={nodelist}"
+        raise LaunchError(f"{found}: expected host names, as in n[01-04,07],login; {_command('SLURM_PROCID')}")
+    return hosts
+
+
+def _expand_ranges(ranges):
+    """01-03,7 -> 01 02 03 7; what is no range comes back as it is, and is no part of a host name."""
+    for part in ranges.split(","):
+        match = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", part)
+        if not match or int(match[2] or match[1]) - int(match[1]) not in range(100_000):
+            yield f"[{part}]"
+            continue
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
+            yield f"{number:0{len(match[1])}}"
+
+
+def _env_url(port, ranks):
+    """tcp://MASTER_ADDR:MASTER_PORT, which need not be set if all ranks are on one machine."""
+    _, world_size, _, local_world_size = ranks
+    host = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == local_world_size else None)
+    if host is None:
+        raise LaunchError(
+            "MASTER_ADDR is not set: expected the host name of rank 0; export MASTER_ADDR on all machines"
+        )
+    if "MASTER_PORT" in os.environ:
+        port = read_number("MASTER_PORT", 1, 65535)
+    elif port is None:  # Open MPI names its jobs; what has no name meets where torch's own default is
+        job = os.environ.get("PMIX_NAMESPACE")
+        port = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500
+    return f"tcp://{host}:{port}"
+
+
+def _refuse_nesting(launcher):
+    """Raise if the variables are meant for this process's parent: a launcher within a launcher."""
+    env = os.environ
+    spawned = multiprocessing.parent_process() is not None
+    by_hand = launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if spawned and not by_hand:  # each child would claim its parent's rank
+        name = {"srun": "SLURM_PROCID", "mpirun": "OMPI_COMM_WORLD_RANK"}.get(launcher, "RANK")
+        raise LaunchError(
+            f"{name}={env.get(name)} is the rank of the process that spawned this one: {launcher} has started a script "
+            f"that starts processes itself; expected one of the two: {_command(name)} without spawning"
+        )
+    if launcher == "torchrun" and not by_hand and "SLURM_STEP_NUM_TASKS" in env:
+        tasks, nodes = read_number("SLURM_STEP_NUM_TASKS", 1), read_number("SLURM_STEP_NUM_NODES", 1)
+        if tasks > nodes:
+            raise LaunchError(
+                f"SLURM_STEP_NUM_TASKS={tasks}: srun has started {tasks} torchruns on {nodes} machine(s), expected one "
+                f"on each; srun --ntasks={nodes} --ntasks-per-node=1 torchrun ... (for runs that are to be apart: "
+                f"env -u SLURM_STEP_NUM_TASKS torchrun ...)"
+            )
+        if nodes > 1 and env.get("GROUP_WORLD_SIZE") == "1":
+            log.warning("each of %d machines trains alone: for one run of all, torchrun --nnodes=%d", nodes, nodes)
+
+
+def spawn_url(url, nodes=1, node_rank=0):
+    """tcp://HOST:PORT for the ranks of a script that spawns its processes itself, once on each machine, to meet at.
+
+    Args:
+        url: where they should; for one machine it may be None.
+
+    Raises:
+        LaunchError: it is no such address, or torchrun, srun or mpirun have started more of the script.
+    """
+    if node_rank >= nodes:
+        raise LaunchError(f"--node-rank {node_rank} of --nodes {nodes}: expected a node rank from 0 to {nodes - 1}")
+    if url is None and nodes > 1:
+        raise LaunchError(f"--nodes {nodes} without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0")
+    if all(name in os.environ for name in TORCHRUN[:3]):
+        found = f"RANK={os.environ['RANK']}: torchrun has started a script that starts processes itself"
+        raise LaunchError(f"{found}; python {_script()}")
+    for name in (SLURM[1], OPEN_MPI[1], MPICH[1]):
+        if name in os.environ and read_number(name) > nodes:
+            found = (
+                f"{name}={os.environ[name]}: {_launcher_of(name)} has started so many of a script that starts processes"
+            )
+            fix = f"srun --ntasks={nodes} --ntasks-per-node=1 python {_script()}"
+            raise LaunchError(f"{found} itself, expected one on each of {nodes} machine(s); {fix}")
+
+    url = url or f"tcp://127.0.0.1:{free_port()}"
+    split_url(url)
+    return url
+
+
+def _refuse_idle_gpus(nodes):
+    """Raise if RANK and WORLD_SIZE count machines of several GPUs, of which all but one would idle."""
+    gpus = torch.cuda.device_count()
+    if gpus > 1:
+        raise LaunchError(
+            f"RANK={os.environ['RANK']} and WORLD_SIZE={nodes} without LOCAL_RANK count machines, and this one has "
+            f"{gpus} GPUs: expected a process for each; torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK "
+            f"--nproc-per-node={gpus} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT {_script()}"
+        )
+
+
+def _script():
+    return os.path.basename(sys.argv[0]) or "train.py"
+
+
+def _launcher_of(name):
+    return {"SLURM": "srun", "OMPI": "mpirun", "PMI": "mpirun", "MPI": "mpirun"}.get(name.split("_")[0], "torchrun")
+
+
+def _command(name, processes=2):
+    """The command of the launcher that sets a variable."""
+    launch = {"srun": "srun --ntasks={} python", "mpirun": "mpirun -n {} python"}
+    return launch.get(_launcher_of(name), "torchrun --nproc-per-node={}").format(processes) + f" {_script()}"
+
+
+# The device and the cores of this process
+
+
+def setup_device(local_rank, local_world_size):
+    """The device of this process: a GPU of its own, made the current one, or its share of the CPU's cores.
+
+    A task that sees a single GPU, because Slurm bound one to each, takes that one whatever its local rank. Threads
+    are set to the share of cores unless OMP_NUM_THREADS says how many, which torchrun sets to 1.
+
+    Raises:
+        LaunchError: there are more processes on this machine than GPUs.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores_per_process(local_world_size))
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    bound = gpus == 1 and visible is not None and "SLURM_PROCID" in os.environ and "LOCAL_RANK" not in os.environ
+    if local_world_size > gpus and not bound:
+        raise LaunchError(
+            f"{local_world_size} processes on this machine, {gpus} GPU(s) with CUDA_VISIBLE_DEVICES={visible or ''}: "
+            f"expected a GPU for each process; {_command('RANK', gpus)} (srun: --ntasks-per-node={gpus})"
+        )
+    device = torch.device("cuda", 0 if bound else local_rank)
+    torch.cuda.set_device(device)  # before all else, or every process would also take memory on GPU 0
+    return device
+
+
+def cores_per_process(local_world_size):
+    """The cores of this machine that each of its local processes may use."""
+    cores = cpu_count()
+    if "SLURM_STEP_TASKS_PER_NODE" in os.environ:
+        tasks, granted = _slurm_tasks_here(), read_number("SLURM_CPUS_ON_NODE", 1)
+        if cores * tasks > granted:  # the tasks are not bound to cores of their own
+            cores = min(cores, max(1, granted // tasks))
+        local_world_size //= tasks  # what is left are processes within a task
+    return max(1, cores // max(1, local_world_size))
+
+
+def cpu_count():
+    """The cores this process may use: a container or a Slurm task often has fewer than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+# Where ranks meet
+
+
+def rendezvous(url, rank, world_size, timeout=TIMEOUT):
+    """Meet the other ranks at a store that rank 0 keeps, and check that each is there, and there once.
+
+    Args:
+        url: tcp://HOST:PORT, the machine of rank 0 and a free port of it.
+        timeout: datetime.timedelta, for ranks that do not come.
+
+    Returns:
+        The store, for dist.init_process_group.
+
+    Raises:
+        LaunchError: the address does not resolve, the port is taken, a rank or a GPU is there twice, a rank is not.
+    """
+    host, port = split_url(url)
+    deadline = time.monotonic() + timeout.total_seconds()
+    if not 0 <= rank < world_size:
+        raise LaunchError(f"rank {rank} of a world of {world_size}: expected a rank from 0 to {world_size - 1}")
+    _resolve(host, port)
+    ids = [os.environ[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE") if name in os.environ]
+    job = f"{world_size} ranks of job {'.'.join(ids)}"
+    store = _listen(port, job) if rank == 0 else _connect(host, port, rank, job, deadline)
+    store.set_timeout(timeout)
+
+    # Who finds something wrong tells everybody, else the last to come does that all is well.
+    me, verdict = f"process {os.getpid()} on {socket.gethostname()}", None
+    claims = [f"rank {rank}"]
+    if torch.cuda.is_available():
+        claims.append(f"GPU {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
+    for claim in claims:
+        if store.add(f"claims to {claim}", 1) > 1:
+            verdict = (
+                f"{claim} is there twice, as {store.get(claim).decode()} and as {me}: expected each once; "
+                f"give every machine a node rank of its own, and start what spawns processes itself once a machine"
+            )
+        else:
+            store.set(claim, me)
+    if verdict or store.add("ranks", 1) == world_size:
+        store.compare_set("verdict", "", verdict or "all here")
+    verdict = _await_verdict(store, url, rank, world_size, deadline)
+    if verdict != "all here":
+        if rank == 0:
+            time.sleep(1)  # its end is the store's, and others have yet to read the verdict there
+        raise LaunchError(verdict)
+    return store
+
+
+def split_url(url):
+    """Host and port of tcp://HOST:PORT.
+
+    Raises:
+        LaunchError: it has another form.
+    """
+    with contextlib.suppress(ValueError):  # a port that is no number, or above 65535
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme == "tcp" and parts.hostname and parts.port and not parts.path:
+            return parts.hostname, parts.port
+    raise LaunchError(f"{url!r}: expected tcp://HOST:PORT, the machine of rank 0, as in tcp://10.0.0.1:29500")
+
+
+def free_port():
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _resolve(host, port):
+    """Look the address up, for a while: in Kubernetes a name may not be known before its machine is there."""
+    deadline = time.monotonic() + QUICK
+
+    def look():
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                return socket.getaddrinfo(host, port)
+            time.sleep(0.5)
+
+    if not _within(QUICK, look):
+        raise LaunchError(
+            f"{host!r} does not resolve: expected the name or address of the machine of rank 0 (MASTER_ADDR)"
+        )
+
+
+def _listen(port, job):
+    """Keep the store: rank 0."""
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LaunchError(
+            f"port {port} of this machine is taken, by another job, a left-over process (ss -ltnp) or a second rank 0: "
+            f"expected a free one for rank 0 to listen at; export MASTER_PORT={free_port()} on all machines"
+        ) from None
+    store.set("job", job)
+    return store
+
+
+def _connect(host, port, rank, job, deadline):
+    """Reach rank 0's store, which may not be there yet."""
+    patience = time.monotonic() + PATIENCE
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=QUICK).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"rank {rank} could not reach rank 0 at {host}:{port} ({error}): expected rank 0 on that machine, "
+                    f"and no firewall between; see whether it runs, and what MASTER_ADDR and MASTER_PORT say there"
+                ) from None
+            if time.monotonic() > patience:
+                log.warning("rank %d waits for rank 0 at %s:%d (%s)", rank, host, port, error)
+                patience = deadline
+            time.sleep(0.2)
+
+    def open_store():
+        with contextlib.suppress(RuntimeError):
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            return store, f"the store of {store.get('job').decode()}"
+
+    store, found = _within(QUICK, open_store) or (None, "something that is no store")
+    if found != f"the store of {job}":
+        raise LaunchError(
+            f"{found} answers at {host}:{port}: expected that of {job}; give this job a port of its own, "
+            f"export MASTER_PORT=... on all machines"
+        )
+    return store
+
+
+def _within(seconds, function):
+    """What a function returns, or None if that takes longer: for calls that know no time limit of their own."""
+    result = []
+    thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0] if result else None
+
+
+def _await_verdict(store, url, rank, world_size, deadline):
+    """What the store says once all ranks are there; rank 0 names those that take long."""
+    patience = time.monotonic() + PATIENCE
+    while True:
+        try:
+            store.wait(["verdict"], datetime.timedelta(seconds=max(0.1, min(patience, deadline) - time.monotonic())))
+            return store.get("verdict").decode()
+        except RuntimeError as error:
+            if "imeout" not in str(error):
+                raise LaunchError(
+                    f"rank 0, which kept the store at {url}, has ended: its own message says why"
+                ) from None
+        missing = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
+        missing = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"ranks {missing} of {world_size} did not come to {url}: see on their machines whether they run"
+            )
+        if rank == 0:
+            log.warning("rank 0 at %s waits for ranks %s of %d", url, missing, world_size)
+        patience = deadline
