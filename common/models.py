@@ -1,11 +1,13 @@
-"""Networks by name: torchvision's zoo, fitted to the dataset, and a small one for MNIST."""
+"""Networks by name: torchvision's zoo, fitted to the dataset, a small one for MNIST, and synchronised batch norm."""
 
 import difflib
 
 import torch
+import torch.distributed as dist
 import torchvision
 from torch import nn
 
+from common.distributed import sum_over_ranks
 from common.errors import UserError, one_line
 
 ZOO = torchvision.models.list_models(module=torchvision.models)
@@ -56,6 +58,84 @@ class MnistNet(nn.Module):
         return self.classifier(self.features(images))
 
 
+def convert_sync_batchnorm(net):
+    """The network with batch norm over the images of all ranks: PyTorch's own on GPUs, SyncBatchNorm elsewhere."""
+    if any(p.is_cuda for p in net.parameters()):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    if isinstance(net, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+        return SyncBatchNorm.like(net)
+    for name, child in net.named_children():
+        setattr(net, name, convert_sync_batchnorm(child))
+    return net
+
+
+class SyncBatchNorm(nn.BatchNorm2d):
+    """Batch norm whose mean and variance are those of the images of all ranks, as one large batch would have them.
+
+    PyTorch has the same for GPUs only. Each rank may have another number of images. The statistics are part of
+    the network's function, so gradients flow through them to the images of every rank: that is what makes the
+    sum over ranks below a function with a gradient of its own. Ioffe and Szegedy, "Batch Normalization", 2015,
+    algorithm 1, with the sums taken over all ranks.
+
+    forward takes and returns (N, C) or (N, C, ...) of any float type.
+    """
+
+    @classmethod
+    def like(cls, norm):
+        """One with the weights, the running statistics and the settings of an ordinary batch norm."""
+        new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        new.load_state_dict(norm.state_dict())
+        return new.train(norm.training)
+
+    def forward(self, images):
+        if not self.training:
+            return super().forward(images)
+        others = [d for d in range(images.ndim) if d != 1]  # every dimension but the channels
+        shape = [-1 if d == 1 else 1 for d in range(images.ndim)]
+        x = images.to(torch.promote_types(images.dtype, torch.float32))
+
+        # First the mean, then the mean square of what is left, which loses no digits where the mean is large.
+        count = x.new_tensor([x.numel() / x.size(1)])
+        sums = SumOverRanks.apply(torch.cat([x.sum(others), count]))
+        total = sums[-1].detach()
+        mean = sums[:-1] / total
+        x = x - mean.view(shape)
+        variance = SumOverRanks.apply(x.square().sum(others)) / total
+        if total < 2:  # note: this waits for the device
+            raise ValueError("Expected more than 1 value per channel when training, over all ranks")
+
+        if self.track_running_stats:
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                share = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean, share)
+                self.running_var.lerp_(variance * total / (total - 1), share)  # there, and only there, unbiased
+        x = x * (variance + self.eps).rsqrt().view(shape)
+        if self.affine:
+            x = x * self.weight.view(shape) + self.bias.view(shape)
+        return x.to(images.dtype)
+
+    def _check_input_dim(self, images):
+        if images.ndim < 2:
+            raise ValueError(f"expected (N, C) or (N, C, ...), got {tuple(images.shape)}")
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over all ranks, with a gradient.
+
+    Every rank's output depends on this rank's input, each with weight one, so the gradient of the input is the
+    sum over ranks of the gradients of the output: the same function again.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return sum_over_ranks(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return sum_over_ranks(gradient)
+
+
 def _replace_stem(net, channels):
     """Give the first convolution another number of input channels: the zoo's networks all take 3."""
     name, stem = next((name, m) for name, m in net.named_modules() if isinstance(m, nn.Conv2d))
@@ -74,6 +154,7 @@ def _check_fit(net, args, dataset):
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = one_line(error)
         raise UserError(f"--arch {args.arch} cannot take {height}x{width} images ({reason}); try resnet18") from None
-    if args.batch_size == 1 and any(isinstance(m, nn.BatchNorm2d) for m in net.modules()):
+    together = getattr(args, "sync_bn", False) and dist.is_initialized() and dist.get_world_size() > 1
+    if args.batch_size == 1 and not together and any(isinstance(m, nn.BatchNorm2d) for m in net.modules()):
         raise UserError(f"--batch-size 1: {args.arch} has batch norm, which needs 2 images or more to learn from")
     net.train()

@@ -14,25 +14,44 @@ import pytest
 import torch
 from PIL import Image
 
+from common.distributed import free_port
 from common.flags import Parser
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["01_snsc.py", "02_snmc_dp.py"]
+SCRIPTS = ["01_snsc.py", "02_snmc_dp.py", "03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py", "05_mnmc_ddp_slurm.py"]
+IN_PROCESS = [script for script in SCRIPTS if script != "04_mnmc_ddp_mp.py"]  # what `run` can run
 QUICK = ["--arch", "mnist_net", "--batch-size", "8", "--dataset", "folder", "--data-dir"]  # and a folder: 3 steps
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+def slurm_step(rank=0, tasks=1, nodelist="localhost"):
+    """What srun tells a task of a step on one machine."""
+    return {
+        "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
+        "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_STEP_NUM_NODES": 1,
+        "SLURM_STEP_NODELIST": nodelist, "SLURM_CPUS_ON_NODE": tasks,
+    }  # fmt: skip
+
+
 @pytest.fixture
 def run(monkeypatch, capfd):
     """Run a script of the ladder to its end in this process, which spares the seconds of importing torch.
 
-    Returns a function (script, *flags) -> namespace of code, out and err.
+    03 and 05 find in the environment that they are the only process. Returns a function (script, *flags) ->
+    namespace of code, out and err.
     """
+    launchers = {
+        "03": {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"},
+        "05": slurm_step(),
+    }
 
     def run(script, *flags):
         monkeypatch.chdir(ROOT)
+        for name, value in launchers.get(script[:2], {}).items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
         monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
         capfd.readouterr()
         code = 0
@@ -43,7 +62,9 @@ def run(monkeypatch, capfd):
         out, err = capfd.readouterr()
         return SimpleNamespace(code=code, out=out, err=err)
 
-    return run
+    threads = torch.get_num_threads()
+    yield run
+    torch.set_num_threads(threads)
 
 
 STARTED = []
