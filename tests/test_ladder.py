@@ -1,0 +1,192 @@
+"""The proof of the ladder: however many processes share a global batch, and whoever starts them, they learn the same.
+
+Every run takes 20 steps of the same 64 images: one process with batch 64, two with 32, four with 16.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, flags, start, write_images
+
+from common.data import build_datasets
+from common.models import build_model
+from tools import steps
+
+STEPS, GLOBAL_BATCH = 20, 64
+
+PYTHON = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An ImageFolder tree of 16x16 images: STEPS global batches to train on, a few to test on."""
+    root, classes = tmp_path_factory.mktemp("ladder"), [str(k) for k in range(5)]
+    write_images(root, "train", (16, 16), classes, STEPS * GLOBAL_BATCH // 5)
+    return write_images(root, "test", (16, 16), classes, 13)  # 65: one rank has a batch more to test than the others
+
+
+def command(launcher, world_size, folder):
+    """The start of a command line; "unwrapped" is 03 without DistributedDataParallel."""
+    text = (ROOT / "03_mnmc_ddp_launch.py").read_text()
+    assert "DistributedDataParallel(net)" in text
+    (folder / "unwrapped.py").write_text(text.replace("DistributedDataParallel(net)", "net"))
+    return {
+        "python": [*PYTHON, "01_snsc.py"],
+        "torchrun": [*TORCHRUN, f"--nproc-per-node={world_size}", "03_mnmc_ddp_launch.py"],
+        "unwrapped": [*TORCHRUN, f"--nproc-per-node={world_size}", folder / "unwrapped.py"],
+        "mp.spawn": [*PYTHON, "04_mnmc_ddp_mp.py", f"--nproc-per-node={world_size}"],
+        "srun": ["srun", "--nodes=2", f"--ntasks={world_size}", *PYTHON, "05_mnmc_ddp_slurm.py"],
+    }[launcher]
+
+
+@pytest.fixture(scope="module")
+def train(folder, tmp_path_factory, request):
+    """A function (launcher, world_size, *flags) -> what the run trained on, its losses and its weights; cached."""
+    runs = {}
+
+    def train(launcher, world_size, *flags):
+        key = launcher, world_size, flags
+        if key not in runs:
+            env = os.environ if launcher != "srun" else request.getfixturevalue("slurm").env
+            runs[key] = run(
+                command(launcher, world_size, folder), world_size, flags, env, tmp_path_factory.mktemp("run")
+            )
+        return runs[key]
+
+    def run(start, world_size, flags, env, out):
+        given = ["--dataset", "folder", "--data-dir", folder, "--epochs", 1, "--no-augment", "--lr", 0.01]
+        given += ["--batch-size", GLOBAL_BATCH // world_size, "--save", out / "net.pt", *flags]
+        env = {**env, "PROBE": str(out), "PYTHONPATH": f"{ROOT / 'tests/probe'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+        env["PROBE_DTYPE"] = "float64" if "resnet18" in flags else "float32"
+        end = subprocess.run(
+            [*map(str, start), *map(str, given)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+        )
+        assert end.returncode == 0, end.stderr
+        told = [json.loads(line) for file in out.glob("*.jsonl") for line in file.read_text().splitlines()]
+        assert {t["rank"] for t in told} == set(range(world_size))
+
+        def by_step(what):
+            ranks = [[t[what] for t in told if t["rank"] == r and what in t] for r in range(world_size)]
+            return list(zip(*(rank[:STEPS] for rank in ranks), strict=True))
+
+        return SimpleNamespace(
+            out=end.stdout,
+            batches=[sorted(chain(*step)) for step in by_step("indices")],
+            tested=re.search(r"== test: .* acc: *([\d.]+)%", end.stdout)[1],
+            losses=torch.tensor([sum(step) / world_size for step in by_step("loss")], dtype=torch.float64),
+            weights=torch.load(out / "net.pt", weights_only=True),
+        )
+
+    return train
+
+
+def distance(a, b):
+    """How far two networks are apart: the norm of the difference of all weights, relative to that of the weights."""
+    a, b = (torch.cat([w.flatten().double() for w in net.weights.values()]) for net in (a, b))
+    return ((a - b).norm() / b.norm()).item()
+
+
+RESNET18 = "--arch", "resnet18"
+WORLDS = [("torchrun", 2), ("torchrun", 4), ("mp.spawn", 2), ("mp.spawn", 4), ("srun", 2), ("srun", 4)]
+
+
+@pytest.mark.parametrize(("launcher", "world_size"), WORLDS)
+def test_a_network_without_batch_norm_learns_the_same_on_any_number_of_processes(train, launcher, world_size):
+    one, many = train("python", 1, "--arch", "mnist_net"), train(launcher, world_size, "--arch", "mnist_net")
+    assert many.batches == one.batches and len(one.batches) == STEPS
+    assert sorted(chain(*one.batches)) == list(range(STEPS * GLOBAL_BATCH))
+    torch.testing.assert_close(many.losses, one.losses, rtol=1e-5, atol=1e-6)
+    assert one.losses[0] - one.losses[-1] > 0.1, "it has learned, so there was something to disagree on"
+    assert distance(many, one) < 1e-5
+    assert f"started by {launcher} | world size {world_size} " in many.out
+    assert (
+        f"global batch = {GLOBAL_BATCH // world_size} x {world_size} = {GLOBAL_BATCH} | lr 0.01 -> 0.0025" in many.out
+    )
+
+
+@pytest.mark.parametrize(("launcher", "world_size"), [("torchrun", 2), ("torchrun", 4), ("mp.spawn", 2), ("srun", 2)])
+def test_resnet18_with_synchronised_batch_norm_learns_the_same_on_any_number_of_processes(train, launcher, world_size):
+    """In float64. In float32 no two ways to add up the same numbers stay together: one process that takes the images
+    of each batch in reverse order is as far off after 20 steps, 4 %, because a rounding error that carries one value
+    across the kink of a ReLU changes its gradient at once."""
+    one, many = train("python", 1, *RESNET18), train(launcher, world_size, *RESNET18, "--sync-bn")
+    assert many.batches == one.batches
+    torch.testing.assert_close(many.losses, one.losses, rtol=1e-9, atol=0)
+    assert distance(many, one) < 1e-9
+    assert many.tested == one.tested
+
+
+def test_resnet18_without_synchronised_batch_norm_does_not(train):
+    one, many = train("python", 1, *RESNET18), train("torchrun", 2, *RESNET18)
+    assert many.batches == one.batches
+    assert (many.losses - one.losses).abs().max() > 1e-2
+    assert distance(many, one) > 1e-2
+
+
+def test_without_the_wrap_a_rank_learns_from_its_own_images_alone(train):
+    one, alone = train("python", 1, "--arch", "mnist_net"), train("unwrapped", 2, "--arch", "mnist_net")
+    assert alone.batches == one.batches
+    assert distance(alone, one) > 1e-3
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_1003_test_images_are_counted_once_each_on_any_number_of_processes(world_size, tmp_path):
+    """At a rate too low to change a weight, so that every run tests the same network. Its seed is one that gets the
+    first image right: a sampler that repeats the first images, to give every rank as many, would count too much."""
+    write_images(tmp_path, "train", (32, 32), ["a", "b"], 8)
+    write_images(tmp_path, "test", (32, 32), ["a", "b"], 502)
+    (tmp_path / "test/b/501.png").unlink()
+    given = ["--dataset", "folder", "--data-dir", tmp_path, "--arch", "mnist_net", "--batch-size", 250]
+    train_set, test_set = build_datasets(flags(*given))
+    mean, std = (s.float()[:, None, None] for s in train_set.channel_stats())
+
+    def answers(seed):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            return build_model(flags(*given), train_set).eval()((test_set.images - mean) / std).argmax(1)
+
+    seed = next(seed for seed in range(100) if answers(seed)[0] == test_set.targets[0])
+    correct = (answers(seed) == test_set.targets).sum().item()
+    assert len(test_set) == 1003 and 0 < correct < 1003
+
+    log = tmp_path / "log.jsonl"
+    given += ["--epochs", 1, "--lr", 1e-30, "--seed", seed, "--log-file", log]
+    process = start("-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "03_mnmc_ddp_launch.py", *given)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(log.read_text())["test_acc"] == round(100 * correct / 1003, 3)
+
+
+# The steps from script to script
+
+
+@pytest.mark.parametrize("script", steps.STEPS)
+def test_a_step_is_small_and_leaves_the_other_sections_as_they_are(script):
+    assert steps.problems(script) == []
+
+
+def test_every_script_is_a_step_but_the_first():
+    scripts = sorted(path.name for path in ROOT.glob("[0-9][0-9]_*.py"))
+    assert scripts == ["01_snsc.py", *steps.STEPS] == SCRIPTS
+    assert len((ROOT / "01_snsc.py").read_text().splitlines()) <= 110
+
+
+def test_a_step_that_grows_or_strays_is_reported(tmp_path, monkeypatch):
+    for script in SCRIPTS:
+        (tmp_path / script).write_text((ROOT / script).read_text())
+    monkeypatch.setattr(steps, "ROOT", tmp_path)
+    child = tmp_path / "03_mnmc_ddp_launch.py"
+    child.write_text(child.read_text().replace("nesterov=True", "nesterov=False") + "# more\n" * 10)
+    size, strays = steps.problems("03_mnmc_ddp_launch.py")
+    assert size == "03_mnmc_ddp_launch.py: 41 added, expected 35 at most" and "'2', '3', '4', 'start'" in strays
+    child.write_text(child.read_text().replace("# 5. tear down", "# 5. the end"))
+    with pytest.raises(ValueError, match=r"03_mnmc_ddp_launch[.]py has no section '5' after '4'"):
+        steps.problems("03_mnmc_ddp_launch.py")
