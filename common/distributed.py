@@ -519,7 +519,7 @@ def rendezvous(url, rank, world_size, timeout=TIMEOUT):
             store.set(claim, me)
     if verdict or store.add("ranks", 1) == world_size:
         store.compare_set("verdict", "", verdict or "all here")
-    verdict = _await_verdict(store, url, rank, world_size, deadline)
+    verdict = verdict or _await_verdict(store, url, rank, world_size, deadline)
     if verdict != "all here":
         if rank == 0:
             time.sleep(1)  # its end is the store's, and others have yet to read the verdict there

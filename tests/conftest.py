@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import hosts as hosts_module
 import numpy as np
 import pytest
+import slurm_cluster as slurm_cluster_module
 import torch
 from PIL import Image
 
@@ -65,6 +67,36 @@ def run(monkeypatch, capfd):
     threads = torch.get_num_threads()
     yield run
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory):
+    need(slurm_cluster_module.missing())
+    with slurm_cluster_module.SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(slurm_cluster):
+    """A real Slurm cluster of four machines with four CPUs each, without jobs."""
+    yield slurm_cluster
+    slurm_cluster.clear()
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts with a network between them."""
+    need(hosts_module.missing())
+    with hosts_module.Hosts() as two:
+        yield two
+
+
+def need(missing):
+    """Skip a test for what is missing, except where all tests must run."""
+    if missing and os.environ.get("RUN_ALL_TESTS"):
+        pytest.fail(missing)
+    if missing:
+        pytest.skip(missing)
 
 
 STARTED = []

@@ -240,6 +240,11 @@ class SlurmCluster:
         """The pids of the living processes of jobs."""
         return [pid for pid, _, env in self._processes() if self._is_ours(env) and "SLURM_JOB_ID" in env]
 
+    def tasks(self):
+        """The living processes that srun has started, and theirs, as psutil.Process."""
+        ours = [(pid, env) for pid, _, env in self._processes() if self._is_ours(env)]
+        return [psutil.Process(pid) for pid, env in ours if "SLURM_STEP_ID" in env]
+
     # Commands
 
     def run(self, *command, timeout=120, cwd=ROOT, env_extra=None):

@@ -55,7 +55,7 @@ def train(folder, tmp_path_factory, request):
     def train(launcher, world_size, *flags):
         key = launcher, world_size, flags
         if key not in runs:
-            env = os.environ if launcher != "srun" else request.getfixturevalue("slurm").env
+            env = os.environ if launcher != "srun" else request.getfixturevalue("slurm_cluster").env
             runs[key] = run(
                 command(launcher, world_size, folder), world_size, flags, env, tmp_path_factory.mktemp("run")
             )

@@ -1,0 +1,238 @@
+"""Scripts under their real launchers on this machine, and on two: they run, they end, they leave nothing behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import QUICK, ROOT, start
+from test_distributed import TRAIN, started
+
+from common.distributed import free_port
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+LAUNCH = {
+    "torchrun": [*TORCHRUN, "03_mnmc_ddp_launch.py"],
+    "mp.spawn": ["04_mnmc_ddp_mp.py", "--nproc-per-node=2"],
+}
+FOREVER = ["--epochs", 1000]
+
+
+def finished(process, timeout=90):
+    """Wait for a process; returns its exit code, its output and its errors."""
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def workers(pid, count=2):
+    """The processes below one that run a rank, in the order of their ranks, once there are so many and they train."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = [p for p in psutil.Process(pid).children(recursive=True) if "spawn_main" in str(p.cmdline()) or
+                 any(part.endswith(".py") for part in p.cmdline()[1:3])]  # fmt: skip
+        if len(found) >= count:
+            return sorted(found, key=lambda p: p.pid)[:count]
+        time.sleep(0.2)
+    raise TimeoutError(f"{count} workers of {pid} did not start")
+
+
+def read_until(process, text):
+    """Read lines of output until one holds the text."""
+    while text not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+
+
+def gone(processes, seconds=10):
+    """Whether processes end within so many seconds."""
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+# They run
+
+
+def test_torch_distributed_launch_may_pass_its_local_rank(small_folder):
+    given = ["--nproc-per-node=2", "03_mnmc_ddp_launch.py", *QUICK, small_folder, "--epochs", 1]
+    code, out, err = finished(start("-W", "ignore", "-m", "torch.distributed.launch", *given))
+    assert code == 0, err
+    assert "03_mnmc_ddp_launch.py | started by torchrun | world size 2 (2 on this machine)" in out
+    assert out.count("done: test accuracy") == 1, "rank 0 alone prints"
+
+
+def test_two_jobs_of_mp_spawn_run_side_by_side_on_one_machine(small_folder):
+    jobs = [start("04_mnmc_ddp_mp.py", "--nproc-per-node=2", *QUICK, small_folder, "--epochs", 2) for _ in range(2)]
+    for code, out, err in map(finished, jobs):
+        assert (code, err) == (0, "") and "started by mp.spawn | world size 2 (2 on this machine)" in out
+
+
+def test_the_processes_share_the_cores(small_folder, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    code, out, err = finished(start("04_mnmc_ddp_mp.py", "--nproc-per-node=2", *QUICK, small_folder, "--epochs", 1))
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert code == 0 and f", {threads} CPU threads)" in out, err
+
+
+def test_every_rank_crops_and_mirrors_in_its_own_way_and_begins_with_the_same_weights(small_folder, tmp_path):
+    probe = tmp_path / "probe"
+    probe.mkdir()
+    (probe / "sitecustomize.py").write_text(
+        "import torch\n"
+        "from common import data, models\n"
+        "def crop(images, padding, top, left, mirror, original=data.crop_and_flip):\n"
+        "    print('crops', top.tolist(), left.tolist(), flush=True)\n"
+        "    return original(images, padding, top, left, mirror)\n"
+        "def build(args, dataset, original=models.build_model):\n"
+        "    net = original(args, dataset)\n"
+        "    print('weights', sum(p.double().sum().item() for p in net.parameters()), flush=True)\n"
+        "    return net\n"
+        "data.crop_and_flip, models.build_model = crop, build\n"
+    )
+    env = os.environ | {"PYTHONPATH": f"{probe}:{ROOT}"}
+    given = [*LAUNCH["torchrun"], *QUICK, small_folder, "--epochs", 1]
+    end = subprocess.run([sys.executable, *map(str, given)], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert end.returncode == 0, end.stderr
+    weights, crops = (re.findall(rf"{what} (.*)", end.stdout) for what in ("weights", "crops"))
+    assert len(weights) == 2 and len(set(weights)) == 1
+    assert len(crops) == 4 and len(set(crops)) == 4  # two ranks, two steps
+
+
+def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
+    """One that does may abort the interpreter on its way out, after all the work is done: exit code 134."""
+    (tmp_path / "distributed.py").write_text((ROOT / "common/distributed.py").read_text())
+    count = "import glob\nthreads = [open(f).read() for f in glob.glob('/proc/self/task/*/comm')]\n"
+    (tmp_path / "train.py").write_text(TRAIN + count + "print(len(threads), threads)\n")
+    for _ in range(3):
+        world = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+        processes = [started(tmp_path, "train.py", RANK=r, LOCAL_RANK=r, **world) for r in (0, 1)]
+        for code, out, err in map(finished, processes):
+            assert code == 0, err
+            assert out.splitlines()[-1].startswith("1 "), out
+
+
+# They end
+
+
+@pytest.mark.parametrize("launcher", LAUNCH)
+def test_a_killed_rank_ends_the_others_within_seconds_and_is_named(launcher, small_folder):
+    process = start(*LAUNCH[launcher], *QUICK, small_folder, *FOREVER)
+    read_until(process, "== test: [1/")
+    ranks = workers(process.pid)
+    ranks[1].kill()
+    begin = time.monotonic()
+    code, _, err = finished(process, timeout=30)
+    assert time.monotonic() - begin < 15 and code == 1
+    assert gone(ranks, 1)
+    if launcher == "mp.spawn":
+        assert "04_mnmc_ddp_mp.py: error: process 1 was killed by SIGKILL; the others have been ended" in err
+    else:
+        assert "Signal 9 (SIGKILL)" in err and "rank      : 1 (local_rank: 1)" in err
+
+
+@pytest.mark.parametrize("launcher", LAUNCH)
+def test_ctrl_c_ends_all_processes(launcher, small_folder):
+    process = start(*LAUNCH[launcher], *QUICK, small_folder, *FOREVER)
+    read_until(process, "== test: [1/")
+    ranks = workers(process.pid)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    code, _, err = finished(process, timeout=30)
+    assert code != 0 and gone(ranks)
+    if launcher == "mp.spawn":
+        assert code == 130 and "Traceback" not in err
+
+
+def test_the_children_of_mp_spawn_end_with_their_parent(small_folder):
+    process = start(*LAUNCH["mp.spawn"], *QUICK, small_folder, *FOREVER)
+    read_until(process, "== test: [1/")
+    ranks = workers(process.pid)
+    process.kill()
+    assert gone(ranks)
+
+
+@pytest.mark.parametrize("launcher", LAUNCH)
+def test_a_mistake_is_a_line_from_every_process_and_no_traceback_of_ours(launcher, tmp_path):
+    code, out, err = finished(start(*LAUNCH[launcher], "--dataset", "folder", "--data-dir", tmp_path))
+    line = f"{LAUNCH[launcher][-1 if launcher == 'torchrun' else 0]}: error: --data-dir {tmp_path} has no train/"
+    assert code in (1, 2) and 1 <= err.count(line) <= 2 and out == ""
+    assert "UserError" not in err
+
+
+def test_03_without_torchrun_says_how_to_start_it(small_folder):
+    code, _, err = finished(start("03_mnmc_ddp_launch.py"))
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "WORLD_SIZE is not set: expected torchrun to set it; torchrun --nproc-per-node=2 03_mnmc_ddp" in err
+
+
+def test_05_without_srun_says_how_to_start_it():
+    code, _, err = finished(start("05_mnmc_ddp_slurm.py"))
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "SLURM_STEP_NUM_TASKS is not set: expected srun to set it; srun --ntasks=2 python 05_mnmc_ddp" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "expected"),
+    [
+        (["--nodes", 2, "--node-rank", 2], {}, "--node-rank 2 of --nodes 2: expected a node rank from 0 to 1"),
+        (["--nodes", 2], {}, "--nodes 2 without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0"),
+        (["--dist-url", "localhost:1"], {}, "'localhost:1': expected tcp://HOST:PORT"),
+        (["--nproc-per-node", 0], {}, "argument --nproc-per-node: '0' given, expected a whole number of 1 or more"),
+        ([], {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}, "RANK=1: torchrun has started a script that starts"),
+        ([], {"SLURM_STEP_NUM_TASKS": 2}, "SLURM_STEP_NUM_TASKS=2: srun has started so many of a script that starts"),
+        ([], {"OMPI_COMM_WORLD_SIZE": 2}, "OMPI_COMM_WORLD_SIZE=2: mpirun has started so many of a script that starts"),
+    ],
+)  # fmt: skip
+def test_04_refuses_what_cannot_work_before_it_starts_processes(run, monkeypatch, given, variables, expected):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("torch.multiprocessing.spawn", None)
+    end = run("04_mnmc_ddp_mp.py", *given)
+    assert end.code == 2 and len(end.err.splitlines()) == 1
+    assert end.err.startswith("04_mnmc_ddp_mp.py: error: ") and expected in end.err
+
+
+def test_two_machines_with_one_node_rank_are_told_so(small_folder):
+    url = f"tcp://localhost:{free_port()}"
+    given = ["--nodes=3", "--node-rank=1", "--nproc-per-node=1", "--dist-url", url, *QUICK, small_folder]
+    first = start("04_mnmc_ddp_mp.py", *given)
+    second = start("04_mnmc_ddp_mp.py", *given)
+    zero = start("04_mnmc_ddp_mp.py", *given, "--node-rank=0")
+    for code, _, err in (finished(process) for process in (first, second, zero)):
+        assert code == 2 and "error: rank 1 is there twice" in err and "a node rank of its own" in err
+
+
+# On two hosts, by the commands of the docstrings
+
+
+def command_of(script, node_rank, folder):
+    """The command for two machines in a docstring, as it is for one of them."""
+    text = (ROOT / script).read_text()
+    command = next(line for line in text.splitlines() if "10.0.0.1" in line).strip()
+    assert command.count("10.0.0.1") == 1 and "node-rank=0" in command
+    command = command.replace("10.0.0.1", "10.77.0.1").replace("node-rank=0", f"node-rank={node_rank}")
+    return [*command.split(), *map(str, [*QUICK, folder, "--epochs", 2])]
+
+
+@pytest.mark.parametrize("script", ["03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py"])
+def test_two_hosts_train_together_by_the_command_of_the_docstring(hosts, script, small_folder):
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    second = hosts.popen(1, *command_of(script, 1, small_folder), env=env)
+    first = hosts.popen(0, *command_of(script, 0, small_folder), env=env)
+    for process in (first, second):
+        code, out, err = finished(process, timeout=120)
+        assert code == 0, err
+        assert ("world size 4 (2 on this machine)" in out) == (process is first)
+        assert ("done: test accuracy" in out) == (process is first)
+
+
+def test_a_host_that_dies_ends_the_other(hosts, small_folder):
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    script = "04_mnmc_ddp_mp.py"
+    first, second = (hosts.popen(k, *command_of(script, k, small_folder), *map(str, FOREVER), env=env) for k in (0, 1))
+    read_until(first, "== test: [1/")
+    hosts.kill(1)
+    code, _, err = finished(first, timeout=30)
+    assert code == 1 and "04_mnmc_ddp_mp.py: error: lost another rank (" in err
+    second.wait()

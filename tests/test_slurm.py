@@ -1,0 +1,176 @@
+"""On a real Slurm cluster of four machines: srun, the sbatch files, and what goes wrong there."""
+
+import re
+import shutil
+import time
+
+import pytest
+from conftest import QUICK, ROOT
+from slurm_cluster import wait_until
+from test_data import write_mnist
+from test_distributed import TRAIN
+
+SBATCH = sorted(path.name for path in (ROOT / "launch/slurm").glob("*.sbatch"))
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A folder with distributed.py and a script of ten lines that uses it."""
+    shutil.copy(ROOT / "common/distributed.py", tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def batch(folder, *lines, options=""):
+    """Write an sbatch file."""
+    path = folder / "job.sbatch"
+    path.write_text("\n".join(["#!/bin/bash", f"#SBATCH {options}", *lines]) + "\n")
+    return path
+
+
+def ranks(text):
+    """(launcher, rank, world size, local rank, local world size, sum), of every line of the ten-line script."""
+    found = re.findall(r"(\w+) (\d+) of (\d+), (\d+) of (\d+), sum (\d+)", text)
+    return sorted((line[0], *map(int, line[1:])) for line in found)
+
+
+# srun
+
+
+def test_srun_starts_05_on_two_machines(slurm, small_folder):
+    given = ["05_mnmc_ddp_slurm.py", *QUICK, small_folder, "--epochs", 2]
+    end = slurm.run("srun", "-N2", "--ntasks-per-node=2", "python", *given)
+    assert end.returncode == 0, end.stderr
+    assert "05_mnmc_ddp_slurm.py | started by srun | world size 4 (2 on this machine)" in end.stdout
+    assert "global batch = 8 x 4 = 32" in end.stdout and end.stdout.count("done: test accuracy") == 1
+
+
+def test_uneven_tasks_each_know_how_many_share_their_machine(slurm, copy):
+    end = slurm.run("srun", "-N3", "-n5", "python", "train.py", cwd=copy)
+    assert end.returncode == 0, end.stderr
+    found = ranks(end.stdout)
+    assert [line[:3] for line in found] == [("srun", r, 5) for r in range(5)] and all(line[5] == 15 for line in found)
+    assert sorted(line[3:5] for line in found) == [(0, 1), (0, 1), (0, 3), (1, 3), (2, 3)]
+
+
+def test_a_step_smaller_than_its_job_is_a_world_of_its_own(slurm, copy):
+    job = slurm.sbatch(batch(copy, f"cd {copy}; srun -n3 python train.py", options="-N3 --ntasks-per-node=2"))
+    assert slurm.wait(job) == ("COMPLETED", 0)
+    assert [line[1:3] for line in ranks(slurm.output(job))] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_two_steps_on_other_machines_than_the_jobs_first_run_side_by_side(slurm, copy):
+    step = "srun -N1 -n2 -w {} python train.py"
+    lines = f"cd {copy}; {step.format('n02')} & {step.format('n03')} & wait -n && wait -n"
+    job = slurm.sbatch(batch(copy, lines, options="-N3 --ntasks-per-node=2 -w n01,n02,n03"))
+    assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
+    assert ranks(slurm.output(job)) == [("srun", r, 2, r, 2, 3) for r in (0, 0, 1, 1)]
+
+
+def test_the_shell_of_an_sbatch_file_is_one_process_and_says_so(slurm, copy):
+    job = slurm.sbatch(batch(copy, f"cd {copy}; python train.py", options="-N2 --ntasks-per-node=2"))
+    assert slurm.wait(job) == ("COMPLETED", 0)
+    assert ranks(slurm.output(job)) == [("python", 0, 1, 0, 1, 1)]
+    assert "running as one process: srun has not started it" in slurm.output(job)
+
+
+def test_two_jobs_at_once_on_one_machine_do_not_meet(slurm, copy):
+    jobs = [slurm.popen("srun", "-n2", "-w", "n01", "python", "train.py", cwd=copy) for _ in range(2)]
+    for job in jobs:
+        out, err = job.communicate(timeout=120)
+        assert job.returncode == 0, err
+        assert ranks(out) == [("srun", r, 2, r, 2, 3) for r in (0, 1)]
+
+
+def test_many_short_runs_end_with_exit_code_0(slurm, copy):
+    for _ in range(4):
+        end = slurm.run("srun", "-n2", "python", "train.py", cwd=copy)
+        assert end.returncode == 0, end.stderr
+
+
+# torchrun in a job
+
+
+def test_torchrun_in_a_step_has_distinct_ranks(slurm, copy):
+    """All of its workers have the SLURM_PROCID of their torchrun."""
+    torchrun = "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID"
+    lines = f"cd {copy}; srun -n2 --ntasks-per-node=1 {torchrun} --rdzv-endpoint=$(hostname):24999 train.py"
+    job = slurm.sbatch(batch(copy, lines, options="-N2 --ntasks-per-node=2"))
+    assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
+    assert ranks(slurm.output(job)) == [("torchrun", r, 4, r % 2, 2, 10) for r in range(4)]
+
+
+# The sbatch files
+
+
+@pytest.mark.parametrize("file", SBATCH)
+def test_an_sbatch_file_trains_as_it_stands(slurm, file, tmp_path, small_folder):
+    given = [*QUICK, small_folder, "--epochs", 1]
+    world = "world size 4 (2 on this machine)"
+    if file == "05_mnist_cpu.sbatch":
+        write_mnist(tmp_path / "MNIST/raw", 64)
+        given, world = ["--data-dir", tmp_path], "world size 2 (1 on this machine)"
+    job = slurm.sbatch(ROOT / "launch/slurm" / file, *given)
+    assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
+    out = slurm.output(job)
+    assert world in out and out.count("done: test accuracy") == 1
+    if file == "05_mnist_cpu.sbatch":
+        assert "mnist: 64 train and 64 test images" in out and "mnist_net" in out
+        tasks = [slurm.show(job)[key] for key in ("NumNodes", "NumTasks", "NumCPUs")]
+        assert tasks == ["2", "2", "8"], "all cores of both machines"
+
+
+@pytest.mark.parametrize("file", SBATCH)
+def test_an_sbatch_file_passes_its_flags_on_and_fails_with_them(slurm, file):
+    job = slurm.sbatch(ROOT / "launch/slurm" / file, "--epochs", "none")
+    state, code = slurm.wait(job)
+    assert state == "FAILED" and code != 0
+    assert "error: argument --epochs: 'none' given" in slurm.output(job)
+
+
+# Mistakes and accidents
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("04_mnmc_ddp_mp.py", "SLURM_STEP_NUM_TASKS=2: srun has started so many of a script that starts"),
+        ("spawn.py", "SLURM_PROCID=0 is the rank of the process that spawned this one: srun has started a script"),
+    ],
+)  # fmt: skip
+def test_srun_around_a_script_that_spawns_is_refused_within_seconds(slurm, copy, script, expected):
+    if script == "spawn.py":
+        spawning = TRAIN.replace("def main():", "def main(_):").replace(
+            "\nmain()\n", "\nif __name__ == '__main__':\n    torch.multiprocessing.spawn(main, nprocs=2)\n"
+        )
+        (copy / script).write_text(spawning)
+    begin = time.monotonic()
+    end = slurm.run("srun", "-n2", "python", script, cwd=copy if script == "spawn.py" else ROOT)
+    assert end.returncode != 0 and expected in end.stderr
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize("kill_on_bad_exit", [0, 1])
+def test_a_killed_task_ends_the_others_and_srun_fails(slurm, kill_on_bad_exit, small_folder):
+    options = ["-N2", "--ntasks-per-node=1", f"--kill-on-bad-exit={kill_on_bad_exit}"]
+    script = ["python", "05_mnmc_ddp_slurm.py", *QUICK, small_folder, "--epochs", 1000]
+    job = slurm.popen("srun", *options, *script)
+    while "== test: [1/" not in (line := job.stdout.readline()):
+        assert line, job.stderr.read()
+    (second,) = [p for p in slurm.tasks() if p.environ()["SLURM_PROCID"] == "1" and "python" in p.name()]
+    second.kill()
+    begin = time.monotonic()
+    _, err = job.communicate(timeout=60)
+    assert job.returncode != 0 and time.monotonic() - begin < 30
+    assert "05_mnmc_ddp_slurm.py: error: lost another rank (" in err or kill_on_bad_exit
+    assert "Killed" in err
+    assert wait_until(lambda: not slurm.processes(), 10)
+
+
+def test_scancel_leaves_no_process(slurm, small_folder):
+    job = slurm.sbatch(ROOT / "launch/slurm/05_srun.sbatch", *QUICK, small_folder, "--epochs", 1000)
+    assert wait_until(lambda: "== test: [1/" in slurm.output(job), 90), slurm.output(job)
+    assert len([p for p in slurm.tasks() if "python" in p.name()]) == 4
+    slurm.cancel(job)
+    state, _ = slurm.wait(job)
+    assert state == "CANCELLED" and wait_until(lambda: not slurm.processes(), 10)
