@@ -84,6 +84,8 @@ class SyncBatchNorm(nn.BatchNorm2d):
     def like(cls, norm):
         """One with the weights, the running statistics and the settings of an ordinary batch norm."""
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        for tensor in norm.state_dict().values():  # none, if it has neither weights nor statistics
+            new.to(tensor.device, tensor.dtype if tensor.is_floating_point() else None)
         new.load_state_dict(norm.state_dict())
         return new.train(norm.training)
 

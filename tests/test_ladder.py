@@ -27,10 +27,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An ImageFolder tree of 16x16 images: STEPS global batches to train on, a few to test on."""
+    """An ImageFolder tree of 8x8 images: STEPS global batches to train on, a few to test on."""
     root, classes = tmp_path_factory.mktemp("ladder"), [str(k) for k in range(5)]
-    write_images(root, "train", (16, 16), classes, STEPS * GLOBAL_BATCH // 5)
-    return write_images(root, "test", (16, 16), classes, 13)  # 65: one rank has a batch more to test than the others
+    write_images(root, "train", (8, 8), classes, STEPS * GLOBAL_BATCH // 5)
+    return write_images(root, "test", (8, 8), classes, 13)  # 65: one rank has a batch more to test than the others
 
 
 def command(launcher, world_size, folder):
@@ -104,7 +104,7 @@ def test_a_network_without_batch_norm_learns_the_same_on_any_number_of_processes
     assert many.batches == one.batches and len(one.batches) == STEPS
     assert sorted(chain(*one.batches)) == list(range(STEPS * GLOBAL_BATCH))
     torch.testing.assert_close(many.losses, one.losses, rtol=1e-5, atol=1e-6)
-    assert one.losses[0] - one.losses[-1] > 0.1, "it has learned, so there was something to disagree on"
+    assert one.losses[0] - one.losses[-1] > 0.03, "it has learned, so there was something to disagree on"
     assert distance(many, one) < 1e-5
     assert f"started by {launcher} | world size {world_size} " in many.out
     assert (
@@ -184,9 +184,10 @@ def test_a_step_that_grows_or_strays_is_reported(tmp_path, monkeypatch):
         (tmp_path / script).write_text((ROOT / script).read_text())
     monkeypatch.setattr(steps, "ROOT", tmp_path)
     child = tmp_path / "03_mnmc_ddp_launch.py"
-    child.write_text(child.read_text().replace("nesterov=True", "nesterov=False") + "# more\n" * 10)
+    heading = "    # 3. define loss and optimizer\n"
+    child.write_text(child.read_text().replace(heading, heading + "    more = 1\n" * 10))
     size, strays = steps.problems("03_mnmc_ddp_launch.py")
-    assert size == "03_mnmc_ddp_launch.py: 41 added, expected 35 at most" and "'2', '3', '4', 'start'" in strays
+    assert size == "03_mnmc_ddp_launch.py: 40 added, expected 35 at most" and "'2', '3', '4')" in strays
     child.write_text(child.read_text().replace("# 5. tear down", "# 5. the end"))
     with pytest.raises(ValueError, match=r"03_mnmc_ddp_launch[.]py has no section '5' after '4'"):
         steps.problems("03_mnmc_ddp_launch.py")

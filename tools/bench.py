@@ -1,311 +1,33 @@
-"""Measure on this machine: runs in turn, ratios, peak memory.
+"""Measure on this machine: runs in turn, ratios.
 
-    python tools/bench.py input --dataset folder --data-dir data/cifar10
-    python tools/bench.py input --dataset folder --data-dir data/imagenet-mini --batch-size 32
-
-input: what feeding the network costs. Four loops train the same network on the same images, each in a
-process of its own, one after another, --repeats times over:
-    classic, files    PIL images read from their files each epoch, RandomCrop / Flip / ToTensor /
-                      Normalize image by image (RandomResizedCrop for large images), 4 loader workers,
-                      .item() each step
-    classic, memory   the same with the decoded images held in memory (small images only)
-    01                01_snsc.py itself
-    limit             the step alone, on one batch that is on the device already
-Ratios are of runs next to each other. Memory is that of a loop's processes together, shared pages
-counted once. For large images the loaders are also compared alone, images a second for one worker.
+python tools/bench.py input    what feeding the network costs
+python tools/bench.py ddp      what DistributedDataParallel costs, and what it gives
 """
 
-import json
-import os
-import statistics
-import subprocess
 import sys
-import tempfile
-import threading
-import time
-import warnings
 from pathlib import Path
 
-import psutil
-import torch
-import torchvision
-from PIL import Image
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from torchvision import transforms as T
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from common.errors import one_line_errors
+from common.flags import Parser, whole_number
+from tools import bench_ddp, bench_input
 
-from common.data import build_datasets, build_loader, build_transforms
-from common.errors import UserError, one_line_errors
-from common.flags import AMP_DTYPES, Parser, whole_number
-from common.models import build_model
-from common.report import environment, synchronize, warmup_steps
-
-CLASSIC_WORKERS = 4
+BENCHES = {"input": bench_input, "ddp": bench_ddp}
 
 
 def parse_args():
-    parser = Parser(__doc__)
-    parser.add_argument("bench", choices=("input",), help="what to measure")
-    parser.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each loop")
-    inside = [loop for loop in LOOPS if LOOPS[loop]]
-    parser.add_argument("--loop", choices=inside, help="run this loop alone, here, and print its speed as JSON")
-    # Long enough that the batches which workers make ahead, before the clock starts, count for little.
+    parser = Parser("\n".join([__doc__, *(bench.__doc__ for bench in BENCHES.values())]))
+    parser.add_argument("bench", choices=tuple(BENCHES), help="what to measure")
+    parser.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each")
+    for bench in BENCHES.values():
+        bench.add_flags(parser)
+    # For input: long enough that the batches which workers make ahead, before the clock starts, count for little.
     parser.set_defaults(limit=100 * 256)
     return parser.parse_args()
 
 
-def main(args):
-    if args.loop:
-        print(json.dumps({"images_per_second": LOOPS[args.loop](args)}))
-        return
-    train_set, _ = build_datasets(args)
-    env = environment(pick_device())
-    print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs of each, in turn")
-
-    loops = list(LOOPS)
-    if args.dataset != "folder":
-        loops.remove("classic, files")
-    if not train_set.in_memory:
-        loops.remove("classic, memory")
-    in_memory = train_set.in_memory
-    runs = {loop: [] for loop in loops}
-    for repeat in range(args.repeats):
-        for loop in loops:
-            run = run_loop(loop, args)
-            runs[loop].append(run)
-            write(args, env, bench="input", loop=loop, repeat=repeat, **run)
-            print(f"   run {repeat + 1}: {loop:16} {run['images_per_second']:8.0f} img/s", flush=True)
-
-    print(f"\n{'loop':16} {'img/s, median (range)':>28} {'peak memory':>12}   01 against it, median (range)")
-    for loop in loops:
-        speeds = [run["images_per_second"] for run in runs[loop]]
-        memory = max(run["peak_memory_mib"] for run in runs[loop])
-        ratios = [ours["images_per_second"] / speed for ours, speed in zip(runs["01"], speeds, strict=True)]
-        print(f"{loop:16} {spread(speeds, '.0f'):>28} {memory:8} MiB   {spread(ratios, '.2f')}")
-    if not in_memory:
-        compare_loaders(args, env)
-
-
-def run_loop(loop, args):
-    """Run one loop in a process of its own.
-
-    Returns:
-        dict of images_per_second and peak_memory_mib.
-    """
-    flags = shared_flags(args)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log.jsonl")
-        if loop == "01":
-            command = [ROOT / "01_snsc.py", *flags, "--epochs", "1", "--log-file", log]
-        else:
-            command = [ROOT / "tools/bench.py", "input", *flags, "--loop", loop]
-        process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
-        with PeakMemory(process.pid) as peak:
-            output = process.communicate()[0]
-        if process.returncode != 0:
-            raise UserError(f"the loop {loop!r} ended with exit code {process.returncode}; its message stands above")
-        record = json.loads(log.read_text() if loop == "01" else output)
-    return {"images_per_second": record["images_per_second"], "peak_memory_mib": peak.mib}
-
-
-def shared_flags(args):
-    """The flags that decide what is trained on and how, as a command line."""
-    flags = ["--dataset", args.dataset, "--data-dir", args.data_dir, "--arch", args.arch, "--amp", args.amp]
-    flags += ["--batch-size", str(args.batch_size), "--limit", str(args.limit), "--seed", str(args.seed)]
-    flags += ["--workers", str(args.workers)] if args.workers is not None else []
-    return flags + ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
-
-
-class PeakMemory:
-    """The most memory that a process and its children hold together, looked at once a second.
-
-    Memory they share is counted once: each is charged its proportional share (PSS).
-    """
-
-    def __init__(self, pid):
-        self.pid, self.mib, self._end = pid, 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._end.set()
-        self._thread.join()
-
-    def _watch(self):
-        while not self._end.wait(1):
-            total = 0
-            try:
-                parent = psutil.Process(self.pid)
-                for process in [parent, *parent.children(recursive=True)]:
-                    full = process.memory_full_info()
-                    total += getattr(full, "pss", full.uss)
-            except psutil.Error:  # one of them has just ended
-                continue
-            self.mib = max(self.mib, total // 2**20)
-
-
-def pick_device():
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-
-
-def build_step(args, train_set, device):
-    """The network and one training step on it: (images, targets) on the device -> (loss, outputs)."""
-    torch.manual_seed(args.seed)
-    net = build_model(args, train_set).to(device)
-    if args.compile:
-        net.compile()
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-
-    def step(images, targets):
-        with torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none"):
-            outputs = net(images)
-            loss = criterion(outputs, targets)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss, outputs
-
-    return step
-
-
-def timed(batches, step, device):
-    """Images per second of a loop over batches, its first steps left out."""
-    if len(batches) < 10:
-        raise UserError(f"{len(batches)} steps are too few to time, expected 10 or more: lower --batch-size")
-    done, warmup = 0, warmup_steps(len(batches))
-    for k, (images, targets) in enumerate(batches, start=1):
-        step(images, targets)
-        done += len(targets)
-        if k == warmup:
-            synchronize(device)
-            done, begin = 0, time.perf_counter()
-    synchronize(device)
-    return done / (time.perf_counter() - begin)
-
-
-def limit_loop(args):
-    """The step alone, again and again on one batch."""
-    device = pick_device()
-    train_set, _ = build_datasets(args)
-    step = build_step(args, train_set, device)
-    images, targets = train_set.__getitems__(list(range(args.batch_size)))
-    images, targets = build_transforms(train_set, args, device)[1](images.to(device)), targets.to(device)
-    return timed([(images, targets)] * (len(train_set) // args.batch_size), step, device)
-
-
-def classic_loop(args, in_memory):
-    """The loop of most tutorials."""
-    device = pick_device()
-    train_set, _ = build_datasets(args)
-    train_step = build_step(args, train_set, device)
-    dataset = ClassicImages(args, train_set) if in_memory else classic_files(args, train_set)
-    warnings.filterwarnings("ignore", message="This DataLoader will create 4 worker")  # as everybody's does
-    options = {"num_workers": CLASSIC_WORKERS, "pin_memory": device.type == "cuda"}
-    loader = DataLoader(dataset, args.batch_size, shuffle=True, **options)
-    del train_set
-    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    total, correct = 0.0, 0
-
-    def step(images, targets):
-        nonlocal total, correct
-        images, targets = images.to(device, memory_format=memory_format), targets.to(device)
-        loss, outputs = train_step(images, targets)
-        total += loss.item()
-        correct += (outputs.argmax(dim=1) == targets).sum().item()
-
-    return timed(loader, step, device)
-
-
-class ClassicImages(Dataset):
-    """Images in memory, made PIL images and transformed one at a time, as torchvision's CIFAR10 does."""
-
-    def __init__(self, args, train_set):
-        self.images = train_set.images.permute(0, 2, 3, 1).contiguous().numpy()
-        self.targets = train_set.targets.tolist()
-        self.transform = classic_transform(args, train_set)
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, index):
-        image = Image.fromarray(self.images[index].squeeze())  # (H, W) where there is one channel
-        return self.transform(image), self.targets[index]
-
-
-def classic_files(args, train_set):
-    """As many files of an ImageFolder as the training set has images, decoded by PIL as they come."""
-    folder = torchvision.datasets.ImageFolder(Path(args.data_dir, "train"), classic_transform(args, train_set))
-    chosen = torch.randperm(len(folder), generator=torch.Generator().manual_seed(0))[: len(train_set)]
-    return torch.utils.data.Subset(folder, chosen.tolist())
-
-
-def classic_transform(args, train_set):
-    mean, std = ((s / 255).tolist() for s in train_set.channel_stats())
-    size = train_set.image_size
-    crop = T.RandomCrop(size, padding=size[0] // 8) if train_set.in_memory else T.RandomResizedCrop(size)
-    flip = [T.RandomHorizontalFlip()] if args.dataset != "mnist" else []
-    return T.Compose([crop, *flip, T.ToTensor(), T.Normalize(mean, std)])
-
-
-LOOPS = {
-    "classic, files": lambda args: classic_loop(args, in_memory=False),
-    "classic, memory": lambda args: classic_loop(args, in_memory=True),
-    "01": None,  # the script itself, see run_loop
-    "limit": limit_loop,
-}
-
-
-def compare_loaders(args, env):
-    """Print the speed of one loader worker, ours against the classic pipeline, no training."""
-    device = torch.device("cpu")
-    args.workers = 1
-    train_set, _ = build_datasets(args)
-    augment, _ = build_transforms(train_set, args, device)
-    ours = build_loader(train_set, torch.utils.data.SequentialSampler(train_set), args, train=True)
-    classic = DataLoader(classic_files(args, train_set), args.batch_size, num_workers=1, persistent_workers=True)
-    loaders = {"classic loader": (classic, lambda images: images), "our loader": (ours, augment)}
-    speeds = {name: [] for name in loaders}
-    for repeat in range(args.repeats + 1):
-        for name, (loader, finish) in loaders.items():
-            begin, images = time.perf_counter(), 0
-            for batch in loader:
-                images += len(finish(batch[0]))
-            if repeat > 0:  # the first pass starts the worker and fills the cache of files
-                speeds[name].append(images / (time.perf_counter() - begin))
-                write(args, env, bench="input", loop=name, repeat=repeat - 1, images_per_second=speeds[name][-1])
-    ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]
-    print(f"\nloaders alone, one worker: {'img/s, median (range)':>28}")
-    for name in loaders:
-        print(f"{name:26} {spread(speeds[name], '.0f'):>28}")
-    print(f"ours / classic             {spread(ratios, '.2f'):>28}")
-
-
-def spread(values, form):
-    """Median (least to greatest)."""
-    middle = statistics.median(values)
-    return f"{middle:{form}} ({min(values):{form}} - {max(values):{form}})"
-
-
-def write(args, env, **measured):
-    """Append one line to --log-file."""
-    if not args.log_file:
-        return
-    record = {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "model": args.arch}
-    for setting in ("dataset", "data_dir", "limit", "batch_size", "amp", "channels_last", "compile"):
-        record[setting] = getattr(args, setting)
-    with open(args.log_file, "a") as file:
-        file.write(json.dumps(record | env | measured) + "\n")
-
-
 if __name__ == "__main__":
     with one_line_errors():
-        main(parse_args())
+        args = parse_args()
+        BENCHES[args.bench].main(args)

@@ -39,7 +39,20 @@ def build(args, dataset, original=models.build_model):
     return net.to(dtype)
 
 
+def convolve(self, images, weight, bias, original=torch.nn.Conv2d._conv_forward):
+    """PyTorch's own float64 convolution, on a CPU, goes image by image: ten times slower than one large product."""
+    if images.dtype != torch.float64:
+        return original(self, images, weight, bias)
+    assert bias is None and self.groups == 1 and self.dilation == (1, 1)
+    size, pad, stride = self.kernel_size, self.padding, self.stride
+    height, width = ((n + 2 * p - k) // s + 1 for n, p, k, s in zip(images.shape[2:], pad, size, stride, strict=True))
+    columns = torch.nn.functional.unfold(images, size, padding=pad, stride=stride).transpose(0, 1)
+    outputs = weight.flatten(1) @ columns.reshape(columns.shape[0], -1)
+    return outputs.view(-1, len(images), height, width).transpose(0, 1)
+
+
 models.build_model = build
+torch.nn.Conv2d._conv_forward = convolve
 MemoryImages.__getitems__ = fetch
 torch.nn.CrossEntropyLoss.forward = loss
 torch.nn.Dropout.forward = lambda self, x: x

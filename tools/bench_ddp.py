@@ -1,0 +1,164 @@
+"""ddp: what DistributedDataParallel costs, and what it gives. Launched in turn, --repeats times over:
+    1 process, 1 thread       plain PyTorch
+    2 processes, 1 thread     DistributedDataParallel, and within each launch, step by step in turn: without
+                              communication (no_sync), other bucket sizes, gradients as views of the buckets,
+                              gradients sent as bf16
+    1 process, 2 threads      plain PyTorch on all the cores that the two processes have
+On GPUs: one process on one, and one process on each. Efficiency is images a second against one process of
+one thread, times the processes; exposed communication is the share of a step that no_sync saves. Then the
+seconds from the launch of 03 under torchrun to its first step, by number of processes.
+
+    python tools/bench.py ddp --batch-size 128
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from common.data import build_datasets, build_transforms
+from common.distributed import cleaned_up, setup_distributed
+from common.errors import UserError
+from common.report import environment, synchronize
+from tools.measure import ROOT, build_step, pick_device, shared_flags, spread, write
+
+STEPS, WARMUP = 10, 3  # a repeat
+LAUNCHES = [1, 2, 4, 8, 16]  # processes
+
+
+def bf16(net):
+    ddp = DistributedDataParallel(net)
+    ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    return ddp
+
+
+VARIANTS = {
+    "ddp": DistributedDataParallel,
+    "no_sync": DistributedDataParallel,
+    "bucket cap 1 MiB": lambda net: DistributedDataParallel(net, bucket_cap_mb=1),
+    "bucket cap 100 MiB": lambda net: DistributedDataParallel(net, bucket_cap_mb=100),
+    "gradient as bucket view": lambda net: DistributedDataParallel(net, gradient_as_bucket_view=True),
+    "bf16 hook": bf16,
+}
+
+
+def add_flags(parser):
+    parser.add_argument("--inside", action="store_true", help="ddp: be one of the processes that are measured")
+
+
+def main(args):
+    if args.inside:
+        measure(args)
+        return
+    device = pick_device()
+    env = environment(device)
+    print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs of each, in turn")
+    worlds = [(1, 1), (2, 1), (1, 2)]  # processes, threads of each
+    if device.type == "cuda":
+        worlds = [(1, 1), (torch.cuda.device_count(), 1)]
+
+    runs = {}  # name -> seconds a step, one for each repeat; and how many images
+    for repeat in range(args.repeats):
+        for processes, threads in worlds:
+            for variant, seconds in launch(args, processes, threads).items():
+                name = f"{processes} x {threads} {variant}"
+                speed = processes * args.batch_size / seconds
+                runs.setdefault(name, []).append(speed)
+                measured = {"variant": variant, "world_size": processes, "threads": threads, "repeat": repeat}
+                write(args, env, bench="ddp", **measured, seconds_per_step=seconds, images_per_second=speed)
+            print(f"   run {repeat + 1}: {processes} x {threads} {speed:8.0f} img/s ({variant})", flush=True)
+
+    show(runs, worlds)
+    print("\nseconds from launch to the first step of 03, torchrun:")
+    for processes in LAUNCHES:
+        times = [launch_seconds(processes) for _ in range(args.repeats)]
+        for repeat, seconds in enumerate(times):
+            write(args, env, bench="launch", world_size=processes, repeat=repeat, seconds=seconds)
+        print(f"{processes:3} processes {spread(times, '.1f'):>24}", flush=True)
+
+
+def show(runs, worlds):
+    """Print images per second, efficiency and exposed communication."""
+    base = runs["1 x 1 plain"]
+    print(f"\n{'processes x threads':36} {'img/s, median (range)':>24} {'efficiency':>20} {'exposed':>20}")
+    for name, speeds in runs.items():
+        processes, _, threads = name.split(" ")[:3]
+        against = [a / b / int(processes) / int(threads) for a, b in zip(speeds, base, strict=True)]
+        exposed = ""
+        if (quiet := runs.get(f"{processes} x {threads} no_sync")) and not name.endswith("no_sync"):
+            exposed = spread([1 - a / b for a, b in zip(speeds, quiet, strict=True)], ".2f")
+        print(f"{name:36} {spread(speeds, '.0f'):>24} {spread(against, '.2f'):>20} {exposed:>20}")
+
+
+def launch(args, processes, threads):
+    """Start processes under torchrun.
+
+    Returns:
+        dict of seconds per step by variant.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", ROOT / "tools/bench.py"]
+    command += ["ddp", "--inside", *shared_flags(args)]
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    process = subprocess.run(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True)
+    if process.returncode != 0:
+        raise UserError(f"torchrun ended with exit code {process.returncode}; its message stands above")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@cleaned_up()
+def measure(args):
+    """Time the variants in turn, a step of each after the other; rank 0 prints the seconds of one as JSON."""
+    d = setup_distributed()
+    args.limit = max(2, args.batch_size)
+    train_set, _ = build_datasets(args)
+    normalize = build_transforms(train_set, args, d.device)[1]
+    images, targets = train_set.__getitems__([i % len(train_set) for i in range(args.batch_size)])
+    images, targets = normalize(images.to(d.device)), targets.to(d.device)
+
+    variants = VARIANTS if d.world_size > 1 else {"plain": lambda net: net}
+    steps = {name: build_step(args, train_set, d.device, wrap) for name, wrap in variants.items()}
+    times = {name: [] for name in steps}
+    for k in range(WARMUP + STEPS):
+        for name, step in steps.items():
+            dist.barrier()
+            synchronize(d.device)
+            begin = time.perf_counter()
+            step(images, targets, synced=name != "no_sync")
+            synchronize(d.device)
+            if k >= WARMUP:
+                times[name].append(time.perf_counter() - begin)
+    if d.is_main:
+        print(json.dumps({name: statistics.median(seconds) for name, seconds in times.items()}))
+
+
+def launch_seconds(processes):
+    """Seconds from the start of torchrun with 03 to the line of its first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        for split, count in (("train", 2 * processes), ("test", 1)):
+            for name in ("a", "b"):
+                path = Path(folder, split, name)
+                path.mkdir(parents=True)
+                for k in range(count):
+                    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(path / f"{k}.png")
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+        command += [ROOT / "03_mnmc_ddp_launch.py", "--dataset", "folder", "--data-dir", folder, "--batch-size", "4"]
+        command += ["--epochs", "1"]
+        begin = time.perf_counter()
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(list(map(str, command)), **options) as process:
+            seconds = next((time.perf_counter() - begin for line in process.stdout if "== step: [  1/1]" in line), None)
+            _, errors = process.communicate()
+        if seconds is None or process.returncode != 0:
+            raise UserError(f"03 with {processes} processes did not take its step: {errors.strip()[-300:]}")
+        return seconds

@@ -1,0 +1,73 @@
+"""What the benchmarks share: a training step, a spread of figures, a line in --log-file."""
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common.flags import AMP_DTYPES
+from common.models import build_model
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def shared_flags(args):
+    """The flags that decide what is trained on and how, as a command line."""
+    flags = ["--dataset", args.dataset, "--data-dir", args.data_dir, "--arch", args.arch, "--amp", args.amp]
+    flags += ["--batch-size", str(args.batch_size), "--limit", str(args.limit), "--seed", str(args.seed)]
+    flags += ["--workers", str(args.workers)] if args.workers is not None else []
+    return flags + ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
+
+
+def pick_device():
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+
+
+def build_step(args, train_set, device, wrap=lambda net: net):
+    """The network, wrapped, and one training step on it: (images, targets) on the device -> (loss, outputs).
+
+    With synced=False the step leaves out what DistributedDataParallel would send.
+    """
+    torch.manual_seed(args.seed)
+    net = build_model(args, train_set).to(device)
+    if args.compile:
+        net.compile()
+    net = wrap(net)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+
+    def step(images, targets, synced=True):
+        with contextlib.nullcontext() if synced else net.no_sync():
+            with torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none"):
+                outputs = net(images)
+                loss = criterion(outputs, targets)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss, outputs
+
+    return step
+
+
+def spread(values, form):
+    """Median (least to greatest)."""
+    middle = statistics.median(values)
+    return f"{middle:{form}} ({min(values):{form}} - {max(values):{form}})"
+
+
+def write(args, env, **measured):
+    """Append one line to --log-file."""
+    if not args.log_file:
+        return
+    record = {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "model": args.arch}
+    for setting in ("dataset", "data_dir", "limit", "batch_size", "amp", "channels_last", "compile"):
+        record[setting] = getattr(args, setting)
+    with open(args.log_file, "a") as file:
+        file.write(json.dumps(record | env | measured) + "\n")
