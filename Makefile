@@ -15,6 +15,8 @@ demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: about two minutes on t
 	$(RUN) 01_snsc.py --epochs 4 --limit 16000
 	@echo
 	@echo "Next: $(RUN) 02_snmc_dp.py --limit 16000   the same with DataParallel"
+	@echo "      $(VENV)/bin/torchrun --nproc-per-node=2 03_mnmc_ddp_launch.py --limit 16000"
+	@echo "                                                the same with two processes, one for each GPU or core"
 	@echo "      $(RUN) 01_snsc.py                    all 50000 shapes, 5 epochs"
 	@echo "      $(RUN) 01_snsc.py --help             other datasets, networks, mixed precision"
 	@echo "      diff 01_snsc.py 02_snmc_dp.py             what a step of the ladder changes"

@@ -190,7 +190,8 @@ def local_main_first(local_rank):
 def lost_peer(error):
     """What to tell a user if this error means that another rank has gone, else None."""
     text = " ".join(str(error).split())
-    if not isinstance(error, RuntimeError) or not (isinstance(error, dist.DistError) or "/gloo/" in text):
+    from_a_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)
+    if not from_a_collective or not re.search("connect|closed|reset by peer|broken pipe|timed out|remote", text, re.I):
         return None
     reason = re.sub(r"\[\S*/gloo/\S*\] ?", "", text)[:200]
     fix = "its own message or its launcher's, which may stand above, says why"
@@ -217,8 +218,9 @@ def _find_launcher(port):
     mpi = next((names for names in (OPEN_MPI, MPICH) if names[0] in env and names[1] in env), None)
     url = None
     if len(given) == 3:
-        launcher, ranks = "torchrun", read_ranks(*TORCHRUN)
-        if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # somebody else speaks torchrun's words
+        # Somebody else who speaks torchrun's words may not know the last one.
+        launcher, ranks = "torchrun", read_ranks(*(TORCHRUN if TORCHRUN[3] in env else TORCHRUN[:3]))
+        if not _torchrun_keeps_the_store():
             url = _env_url(port, ranks)
     elif "SLURM_STEP_NUM_TASKS" in env:
         launcher, ranks = "srun", read_ranks(*SLURM)
@@ -243,16 +245,17 @@ def _find_launcher(port):
                 "to use them all: srun python %s",
                 env["SLURM_NTASKS"], _script(),
             )  # fmt: skip
+    if launcher != "python":
+        _refuse_nesting(launcher)
     if ranks[1] == 1:
         return launcher, 0, 1, 0, 1, None
-    _refuse_nesting(launcher)
     return launcher, *ranks, url
 
 
-def read_ranks(rank, world_size, local_rank, local_world_size):
+def read_ranks(rank, world_size, local_rank, local_world_size=None):
     """Rank, world size, local rank and local world size from the environment variables of these names.
 
-    Local world size is None if its variable is not set: not everybody who speaks torchrun's words knows that one.
+    The last is None if no name is given for it.
 
     Raises:
         LaunchError: one is missing, no number, or outside of what the others allow.
@@ -261,7 +264,7 @@ def read_ranks(rank, world_size, local_rank, local_world_size):
     here = None
     if local_world_size == "SLURM_STEP_TASKS_PER_NODE":
         here = _slurm_tasks_here()
-    elif local_world_size in os.environ:
+    elif local_world_size is not None:
         here = read_number(local_world_size, 1, n)
     return read_number(rank, 0, n - 1), n, read_number(local_rank, 0, (here or n) - 1), here
 
@@ -275,7 +278,7 @@ def read_number(name, least=0, most=None):
     text = os.environ.get(name)
     if text is None:
         raise LaunchError(f"{name} is not set: expected {_launcher_of(name)} to set it; {_command(name)}")
-    number = int(text) if re.fullmatch("[0-9]{1,9}", text) else -1
+    number = int(text) if re.fullmatch("[0-9]{1,18}", text) else -1
     if number < least or (most is not None and number > most):
         limits = f"of {least} or more" if most is None else f"from {least} to {most}"
         raise LaunchError(f"{name}={text}: expected a whole number {limits}; {_command(name)}")
@@ -309,7 +312,7 @@ def slurm_url(port=None):
         port = read_number("MASTER_PORT", 1, 65535)
     elif port is None:
         port = PORTS[(16 * read_number("SLURM_JOB_ID") + read_number("SLURM_STEP_ID")) % len(PORTS)]
-    return f"tcp://{host}:{port}"
+    return _url(host, port)
 
 
 def expand_hosts(nodelist):
@@ -354,16 +357,21 @@ def _env_url(port, ranks):
     elif port is None:  # Open MPI names its jobs; what has no name meets where torch's own default is
         job = os.environ.get("PMIX_NAMESPACE")
         port = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500
-    return f"tcp://{host}:{port}"
+    return _url(host, port)
+
+
+def _url(host, port):
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"  # IPv6 has colons of its own
 
 
 def _refuse_nesting(launcher):
     """Raise if the variables are meant for this process's parent: a launcher within a launcher."""
     env = os.environ
     spawned = multiprocessing.parent_process() is not None
-    by_hand = launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    by_hand = launcher == "torchrun" and not _torchrun_keeps_the_store()
     if spawned and not by_hand:  # each child would claim its parent's rank
-        name = {"srun": "SLURM_PROCID", "mpirun": "OMPI_COMM_WORLD_RANK"}.get(launcher, "RANK")
+        names = {"srun": SLURM, "mpirun": OPEN_MPI if OPEN_MPI[0] in env else MPICH}
+        name = names.get(launcher, TORCHRUN)[0]
         raise LaunchError(
             f"{name}={env.get(name)} is the rank of the process that spawned this one: {launcher} has started a script "
             f"that starts processes itself; expected one of the two: {_command(name)} without spawning"
@@ -376,7 +384,7 @@ def _refuse_nesting(launcher):
                 f"on each; srun --ntasks={nodes} --ntasks-per-node=1 torchrun ... (for runs that are to be apart: "
                 f"env -u SLURM_STEP_NUM_TASKS torchrun ...)"
             )
-        if nodes > 1 and env.get("GROUP_WORLD_SIZE") == "1":
+        if nodes > 1 and env.get("GROUP_WORLD_SIZE") == "1" and env["LOCAL_RANK"] == "0":
             log.warning("each of %d machines trains alone: for one run of all, torchrun --nnodes=%d", nodes, nodes)
 
 
@@ -420,6 +428,11 @@ def _refuse_idle_gpus(nodes):
         )
 
 
+def _torchrun_keeps_the_store():
+    """Whether torchrun itself has started this process, and not somebody else who speaks its words."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _script():
     return os.path.basename(sys.argv[0]) or "train.py"
 
@@ -428,10 +441,12 @@ def _launcher_of(name):
     return {"SLURM": "srun", "OMPI": "mpirun", "PMI": "mpirun", "MPI": "mpirun"}.get(name.split("_")[0], "torchrun")
 
 
-def _command(name, processes=2):
-    """The command of the launcher that sets a variable."""
-    launch = {"srun": "srun --ntasks={} python", "mpirun": "mpirun -n {} python"}
-    return launch.get(_launcher_of(name), "torchrun --nproc-per-node={}").format(processes) + f" {_script()}"
+def _command(name):
+    """The command that sets a variable as it should be."""
+    if name == "MASTER_PORT":
+        return "export MASTER_PORT=29500 on all machines, or unset it"
+    launch = {"srun": "srun --ntasks=2 python", "mpirun": "mpirun -n 2 python"}
+    return f"{launch.get(_launcher_of(name), 'torchrun --nproc-per-node=2')} {_script()}"
 
 
 # The device and the cores of this process
@@ -440,7 +455,8 @@ def _command(name, processes=2):
 def setup_device(local_rank, local_world_size):
     """The device of this process: a GPU of its own, made the current one, or its share of the CPU's cores.
 
-    A task that sees a single GPU, because Slurm bound one to each, takes that one whatever its local rank. Threads
+    A process that sees a single GPU takes that one whatever its local rank: Slurm, for one, may bind one to each
+    task. Should it be the same for all, rendezvous notices; torchrun binds none, so there it is noticed here. Threads
     are set to the share of cores unless OMP_NUM_THREADS says how many, which torchrun sets to 1.
 
     Raises:
@@ -450,12 +466,13 @@ def setup_device(local_rank, local_world_size):
         torch.set_num_threads(cores_per_process(local_world_size))
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    gpus, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    bound = gpus == 1 and visible is not None and "SLURM_PROCID" in os.environ and "LOCAL_RANK" not in os.environ
+    gpus = torch.cuda.device_count()
+    bound = gpus == 1 and not _torchrun_keeps_the_store()
     if local_world_size > gpus and not bound:
         raise LaunchError(
-            f"{local_world_size} processes on this machine, {gpus} GPU(s) with CUDA_VISIBLE_DEVICES={visible or ''}: "
-            f"expected a GPU for each process; {_command('RANK', gpus)} (srun: --ntasks-per-node={gpus})"
+            f"{local_world_size} processes on this machine, {gpus} GPU(s) with "
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}: expected a GPU for each process; "
+            f"torchrun --nproc-per-node={gpus}, srun --ntasks-per-node={gpus}, or mpirun -n {gpus}"
         )
     device = torch.device("cuda", 0 if bound else local_rank)
     torch.cuda.set_device(device)  # before all else, or every process would also take memory on GPU 0
@@ -512,8 +529,8 @@ def rendezvous(url, rank, world_size, timeout=TIMEOUT):
     for claim in claims:
         if store.add(f"claims to {claim}", 1) > 1:
             verdict = (
-                f"{claim} is there twice, as {store.get(claim).decode()} and as {me}: expected each once; "
-                f"give every machine a node rank of its own, and start what spawns processes itself once a machine"
+                f"{claim} is there twice, as {store.get(claim).decode()} and as {me}: expected each once; give every "
+                f"machine a node rank of its own, every process a GPU, and start what spawns processes once a machine"
             )
         else:
             store.set(claim, me)

@@ -80,6 +80,8 @@ MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 
         (srun(SLURM_STEP_ID=3), ("srun", 1, 4, 1, 2, "tcp://n01:12115")),
         (srun(MASTER_PORT=4000, MASTER_ADDR="ib0"), ("srun", 1, 4, 1, 2, "tcp://ib0:4000")),
         (srun(SLURM_NTASKS=64, SLURM_JOB_NODELIST="a,n[01-31]"), ("srun", 1, 4, 1, 2, "tcp://n01:12112")),
+        (srun(MASTER_ADDR="fd00::1"), ("srun", 1, 4, 1, 2, "tcp://[fd00::1]:12112")),
+        (srun(SLURM_STEP_ID=4294967290), ("srun", 1, 4, 1, 2, "tcp://n01:19402")),
         (srun(WORLD_SIZE=4), ("srun", 1, 4, 1, 2, "tcp://n01:12112")),
         (srun(PMI_RANK=9, PMI_SIZE=99), ("srun", 1, 4, 1, 2, "tcp://n01:12112")),
         (srun(5, 7, "n[1-3]", SLURM_NODEID=1, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="5,1(x2)"),
@@ -121,7 +123,7 @@ def test_the_shell_of_an_sbatch_file_is_told_that_it_is_one_process(environment,
 
 
 def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplog):
-    environment(**srun(0, 2) | torchrun(GROUP_WORLD_SIZE=1))
+    environment(**srun(0, 2) | torchrun(0, GROUP_WORLD_SIZE=1))
     distributed._find_launcher(port=None)
     assert "each of 2 machines trains alone: for one run of all, torchrun --nnodes=2" in caplog.text
 
@@ -140,8 +142,8 @@ def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplo
         ({"RANK": 0}, "RANK set without WORLD_SIZE and LOCAL_RANK: expected all three, or none", "torchrun"),
         ({"WORLD_SIZE": 2, "LOCAL_RANK": 0}, "WORLD_SIZE and LOCAL_RANK set without RANK", "torchrun"),
         (without(torchrun(TORCHELASTIC_USE_AGENT_STORE=""), "MASTER_ADDR"), "MASTER_ADDR is not set", "export"),
-        (torchrun(TORCHELASTIC_USE_AGENT_STORE="", MASTER_PORT="http"), "MASTER_PORT=http: expected", "torchrun"),
-        (srun(MASTER_PORT=70000), "MASTER_PORT=70000: expected a whole number from 1 to 65535", ""),
+        (torchrun(TORCHELASTIC_USE_AGENT_STORE="", MASTER_PORT="http"), "MASTER_PORT=http: expected", "unset"),
+        (srun(MASTER_PORT=70000), "MASTER_PORT=70000: expected a whole number from 1 to 65535", "unset"),
         (without(srun(), "SLURM_PROCID"), "SLURM_PROCID is not set: expected srun to set it", "srun --ntasks=2 python"),
         (without(srun(), "SLURM_LOCALID"), "SLURM_LOCALID is not set: expected srun", "srun --ntasks"),
         (without(srun(), "SLURM_JOB_ID"), "SLURM_JOB_ID is not set", "srun --ntasks"),
@@ -176,7 +178,13 @@ def test_wrong_variables_are_named_with_what_was_found_and_what_works(environmen
 
 def test_a_process_that_a_launched_script_spawned_does_not_take_its_parents_rank(environment, monkeypatch):
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
-    for variables, name in ((torchrun(), "RANK=1"), (srun(), "SLURM_PROCID=1"), (mpirun(), "OMPI_COMM_WORLD_RANK=1")):
+    for variables, name in (
+        (torchrun(), "RANK=1"),
+        (srun(), "SLURM_PROCID=1"),
+        (slurm_step(), "SLURM_PROCID=0"),
+        (mpirun(), "OMPI_COMM_WORLD_RANK=1"),
+        (MPICH, "PMI_RANK=1"),
+    ):
         environment(**variables)
         with pytest.raises(LaunchError, match=f"{name} is the rank of the process that spawned this one"):
             setup_distributed()
@@ -222,14 +230,11 @@ def test_what_is_no_node_list_is_refused(nodelist, tmp_path, monkeypatch):
 def gpus(monkeypatch):
     """A function that makes this machine one with so many GPUs; returns the list of those made current."""
 
-    def gpus(count, visible=None):
+    def gpus(count):
         current = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "set_device", current.append)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if visible is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         return current
 
     return gpus
@@ -240,17 +245,19 @@ def test_each_local_process_takes_the_gpu_of_its_local_rank(environment, gpus):
     assert [setup_device(k, 4).index for k in range(4)] == [device.index for device in current] == [0, 1, 2, 3]
 
 
-def test_a_task_to_which_slurm_bound_one_gpu_takes_that_one(environment, gpus):
-    environment(**srun(3))
-    gpus(1, visible="3")
-    assert setup_device(3, 4) == torch.device("cuda", 0)
+def test_a_task_that_sees_one_gpu_takes_that_one_whatever_its_local_rank(environment, gpus):
+    for variables in (srun(3), srun(3) | torchrun(3, TORCHELASTIC_USE_AGENT_STORE=""), mpirun()):
+        environment(**variables, CUDA_VISIBLE_DEVICES=3)
+        gpus(1)
+        assert setup_device(3, 4) == torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(("count", "visible"), [(1, None), (1, "0"), (2, "0,1")])
-def test_more_processes_than_gpus_are_refused(environment, gpus, count, visible):
-    environment(**torchrun())
-    gpus(count, visible)
-    with pytest.raises(LaunchError, match=rf"3 processes on this machine, {count} GPU.*--nproc-per-node={count}"):
+@pytest.mark.parametrize("count", [1, 2])
+def test_more_processes_than_gpus_are_refused(environment, gpus, count):
+    environment(**torchrun(), CUDA_VISIBLE_DEVICES="0,1"[: 2 * count - 1])
+    gpus(count)
+    found = rf"3 processes on this machine, {count} GPU\(s\) with CUDA_VISIBLE_DEVICES=0.*--nproc-per-node={count}"
+    with pytest.raises(LaunchError, match=found):
         setup_device(0, 3)
 
 
@@ -297,6 +304,24 @@ def test_threads_are_the_share_of_cores_unless_the_environment_says_how_many(env
     monkeypatch.delenv("OMP_NUM_THREADS")
     setup_device(0, 10_000)
     assert chosen == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/src/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]"), "closed by peer"),
+        (RuntimeError("[/src/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms"), "Timed out waiting"),
+        (RuntimeError("/gloo/x: connect [127.0.1.1]:5: Connection refused"), "export GLOO_SOCKET_IFNAME="),
+        (dist.DistBackendError("NCCL error: remote process exited"), "remote process"),
+        (dist.DistBackendError("NCCL error: invalid usage. Duplicate GPU detected"), None),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+        (ValueError("/gloo/ Connection closed"), None),
+    ],
+)  # fmt: skip
+def test_the_loss_of_another_rank_is_told_from_other_errors(error, expected):
+    told = distributed.lost_peer(error)
+    assert told is None if expected is None else expected in told and told.startswith("lost another rank (")
+    assert "/src/" not in str(told)
 
 
 # Where ranks meet

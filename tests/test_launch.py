@@ -113,6 +113,35 @@ def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
             assert out.splitlines()[-1].startswith("1 "), out
 
 
+FIRST = """\
+import os, sys, time
+from distributed import cleaned_up, local_main_first, setup_distributed
+
+@cleaned_up()
+def main():
+    d = setup_distributed()
+    with local_main_first(d.local_rank):
+        found = os.path.exists("file")
+        time.sleep(1)
+        open("file", "w").close()
+        if "fail" in sys.argv:
+            raise OSError("disk full")
+    print(f"{d.local_rank} {found}\\n", end="")
+
+main()
+"""
+
+
+def test_one_process_of_a_machine_goes_first_even_if_it_fails(tmp_path):
+    (tmp_path / "distributed.py").write_text((ROOT / "common/distributed.py").read_text())
+    (tmp_path / "first.py").write_text(FIRST)
+    code, out, err = finished(started(tmp_path, *TORCHRUN, "first.py"))
+    assert code == 0, err
+    assert sorted(out.split("\n")) == ["", "0 False", "1 True"]
+    code, _, err = finished(started(tmp_path, *TORCHRUN, "first.py", "fail"), timeout=40)
+    assert code == 1 and "OSError: disk full" in err
+
+
 # They end
 
 

@@ -37,9 +37,10 @@ def ranks(text):
 # srun
 
 
-def test_srun_starts_05_on_two_machines(slurm, small_folder):
-    given = ["05_mnmc_ddp_slurm.py", *QUICK, small_folder, "--epochs", 2]
-    end = slurm.run("srun", "-N2", "--ntasks-per-node=2", "python", *given)
+def test_srun_starts_05_on_two_machines_by_the_command_of_the_docstring(slurm, small_folder):
+    text = (ROOT / "05_mnmc_ddp_slurm.py").read_text()
+    command = next(line for line in text.splitlines() if "srun --nodes=2" in line).split()
+    end = slurm.run(*command, *QUICK, small_folder, "--epochs", 2)
     assert end.returncode == 0, end.stderr
     assert "05_mnmc_ddp_slurm.py | started by srun | world size 4 (2 on this machine)" in end.stdout
     assert "global batch = 8 x 4 = 32" in end.stdout and end.stdout.count("done: test accuracy") == 1

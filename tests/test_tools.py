@@ -3,15 +3,17 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import statistics
 import subprocess
 import time
 
 import pytest
-from conftest import ROOT, flags, start
+from conftest import ROOT, SCRIPTS, start
+from torch.distributed.run import get_args_parser
 
-from tools import tables
+from tools import bench_ddp, steps, tables
 
 
 def make(*arguments, cwd=ROOT, env=None):
@@ -114,6 +116,47 @@ def test_a_benchmark_of_too_few_steps_says_so(small_folder):
     assert "2 steps are too few to time, expected 10 or more: lower --batch-size" in err
 
 
+def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path):
+    log = tmp_path / "bench.jsonl"
+    given = ["--arch", "mnist_net", "--batch-size", 2, "--repeats", 1, "--launches", 1, "--log-file", log]
+    process = start("tools/bench.py", "ddp", *given)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    *steps, launch = [json.loads(line) for line in log.read_text().splitlines()]
+    speeds = {f"{r['world_size']} x {r['threads']} {r['variant']}": r["images_per_second"] for r in steps}
+    assert list(speeds) == [
+        "1 x 1 plain", *(f"2 x 1 {variant}" for variant in bench_ddp.VARIANTS), "1 x 2 plain"
+    ]  # fmt: skip
+    for name, speed in speeds.items():
+        n = int(name[0]) * int(name[4])
+        assert re.search(rf"^{name} +{speed:.0f} \(.*\) +{speed / n / speeds['1 x 1 plain']:.2f} \(", out, re.M)
+    exposed = 1 - speeds["2 x 1 ddp"] / speeds["2 x 1 no_sync"]
+    assert re.search(rf"^2 x 1 ddp .* {exposed:.2f} \({exposed:.2f} - {exposed:.2f}\)$", out, re.M)
+    assert launch["bench"] == "launch" and launch["world_size"] == 1
+    assert re.search(rf"^  1 processes +{launch['seconds']:.1f} \(", out, re.M)
+
+
+# tools/steps.py
+
+
+def test_the_steps_of_the_ladder_are_listed_and_shown(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["steps.py"])
+    steps.main()
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == list(steps.STEPS)
+    monkeypatch.setattr("sys.argv", ["steps.py", "03"])
+    steps.main()
+    shown = capsys.readouterr().out.splitlines()
+    assert (
+        "+    ddp = DistributedDataParallel(net)  # for training; net, inside it, is what is tested and saved" in shown
+    )
+    added, removed, hunks = (sum(line.startswith(sign) for line in shown) for sign in ("+", "-", "@@"))
+    assert f"03_mnmc_ddp_launch.py    <- 01: +{added} -{removed} in {hunks} hunks; changes" in "\n".join(listed)
+    monkeypatch.setattr("sys.argv", ["steps.py", "01"])
+    with pytest.raises(SystemExit, match=r"steps\.py: error: 01: expected one of 02, 03, 04, 05"):
+        steps.main()
+
+
 # README.md and results/
 
 
@@ -123,15 +166,29 @@ def test_the_tables_of_the_readme_are_fresh():
     assert process.returncode == 0, err
 
 
-def test_every_command_of_the_readme_is_one_a_script_takes():
-    text = (ROOT / "README.md").read_text()
-    commands = re.findall(r"python (\d\d_\w+\.py)([^`\n#|]*)", text)
-    assert len(commands) >= 5
-    for script, rest in commands:
-        assert (ROOT / script).exists(), script
-        if rest.strip() != "--help":
-            flags(*shlex.split(rest))
-    for target in re.findall(r"make (\w+) ", text):
+def commands():
+    """Every command line of the README and the docstrings that starts a script: (launcher, script, flags)."""
+    texts = [(ROOT / "README.md").read_text(), *(runpy.run_path(str(ROOT / s))["__doc__"] for s in SCRIPTS)]
+    found = re.findall(r"\b((?:python|torchrun|srun) [^`\n|]*?)(\d\d_\w+\.py)([^`\n#|]*)", "\n".join(texts))
+    return sorted({tuple(part.strip() for part in line) for line in found})
+
+
+@pytest.mark.parametrize(("launcher", "script", "given"), commands())
+def test_every_command_that_is_shown_is_one_that_is_taken(launcher, script, given, monkeypatch):
+    monkeypatch.setattr("sys.argv", [script, *shlex.split(given)])
+    if given != "--help":
+        runpy.run_path(str(ROOT / script))["parse_args"]()
+    if launcher.startswith("torchrun"):
+        args = get_args_parser().parse_args([*shlex.split(launcher)[1:], script, *shlex.split(given)])
+        assert (args.training_script, args.training_script_args) == (script, shlex.split(given))
+        assert args.node_rank == 0 and args.nproc_per_node == "2"
+    else:
+        assert launcher in ("python", "srun --nodes=2 --ntasks-per-node=2 python")
+
+
+def test_every_script_is_shown_with_a_command_and_every_make_target_exists():
+    assert {script for _, script, _ in commands()} == set(SCRIPTS)
+    for target in re.findall(r"^make (\w+) ", (ROOT / "README.md").read_text(), re.M):
         assert f"\n{target}:" in (ROOT / "Makefile").read_text()
 
 

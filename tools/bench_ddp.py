@@ -30,11 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from common.data import build_datasets, build_transforms
 from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError
+from common.flags import whole_number
 from common.report import environment, synchronize
 from tools.measure import ROOT, build_step, pick_device, shared_flags, spread, write
 
 STEPS, WARMUP = 10, 3  # a repeat
-LAUNCHES = [1, 2, 4, 8, 16]  # processes
 
 
 def bf16(net):
@@ -54,6 +54,8 @@ VARIANTS = {
 
 
 def add_flags(parser):
+    sizes = {"nargs": "*", "type": whole_number(1), "default": [1, 2, 4, 8, 16], "metavar": "N"}
+    parser.add_argument("--launches", **sizes, help="ddp: numbers of processes whose launch is timed")
     parser.add_argument("--inside", action="store_true", help="ddp: be one of the processes that are measured")
 
 
@@ -81,7 +83,7 @@ def main(args):
 
     show(runs, worlds)
     print("\nseconds from launch to the first step of 03, torchrun:")
-    for processes in LAUNCHES:
+    for processes in args.launches:
         times = [launch_seconds(processes) for _ in range(args.repeats)]
         for repeat, seconds in enumerate(times):
             write(args, env, bench="launch", world_size=processes, repeat=repeat, seconds=seconds)

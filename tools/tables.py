@@ -6,7 +6,6 @@
 A table stands between <!-- table: NAME --> and <!-- end --> and is made by the function of that name.
 """
 
-import difflib
 import json
 import re
 import sys
@@ -14,17 +13,32 @@ from pathlib import Path
 from statistics import mean, median
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools import steps
 
 # Running train accuracy (%) after epochs 1 to 5, one GPU, batch 256, rate 0.01: the tutorial of
 # BIGBALLON/distribuuuu, single run, hardware not given.
 PUBLISHED_CIFAR10 = (39.198, 52.200, 58.072, 62.022, 65.076)
 
-STEPS = {
-    "02_snmc_dp.py": "01_snsc.py",
-}
 LADDER = [
     ("01_snsc.py", "one device, plain PyTorch", "python 01_snsc.py"),
     ("02_snmc_dp.py", "`nn.DataParallel`: one process, all GPUs of a machine", "python 02_snmc_dp.py"),
+    (
+        "03_mnmc_ddp_launch.py",
+        "`DistributedDataParallel`: one process a GPU, on any number of machines",
+        "torchrun --nproc-per-node=2 03_mnmc_ddp_launch.py",
+    ),
+    (
+        "04_mnmc_ddp_mp.py",
+        "the same, started by the script itself with `mp.spawn`",
+        "python 04_mnmc_ddp_mp.py --nproc-per-node 2",
+    ),
+    (
+        "05_mnmc_ddp_slurm.py",
+        "the same, started by Slurm",
+        "srun --nodes=2 --ntasks-per-node=2 python 05_mnmc_ddp_slurm.py",
+    ),
 ]
 
 
@@ -49,12 +63,10 @@ def ladder():
     """The scripts, what each adds and how many lines of its parent it changes."""
     rows = []
     for script, adds, command in LADDER:
-        lines = (ROOT / script).read_text().splitlines()
-        size = f"{len(lines)} lines"
-        if parent := STEPS.get(script):
-            diff = list(difflib.unified_diff((ROOT / parent).read_text().splitlines(), lines, lineterm=""))[2:]
-            added, removed = (sum(line.startswith(sign) for line in diff) for sign in "+-")
-            size = f"+{added} -{removed} on `{parent[:2]}`"
+        size = f"{len((ROOT / script).read_text().splitlines())} lines"
+        if script in steps.STEPS:
+            added, removed, _ = steps.size(script)
+            size = f"+{added} -{removed} on `{steps.STEPS[script].parent[:2]}`"
         rows.append((f"[`{script}`]({script})", adds, f"`{command}`", size))
     return table(("script", "adds", "started with", "size"), rows)
 
@@ -135,15 +147,58 @@ def _input_row(loop, some, loops):
     speeds = [r["images_per_second"] for r in some]
     ratios = [a["images_per_second"] / b for a, b in zip(ours, speeds, strict=True)]
     memory = max(r.get("peak_memory_mib", 0) for r in some)
-    speed = f"{median(speeds):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"
-    ratio = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     name = f"{loop}, 1 worker" if "loader" in loop else loop
-    return name, speed, ratio if some is not ours else "", f"{memory} MiB" if memory else ""
+    return (
+        name,
+        _spread(speeds, ".0f"),
+        _spread(ratios, ".2f") if some is not ours else "",
+        f"{memory} MiB" if memory else "",
+    )
+
+
+def ddp():
+    """What DistributedDataParallel costs and gives: tools/bench.py ddp."""
+
+    def block(runs):
+        by_name = {}
+        for r in runs:
+            by_name.setdefault((r["world_size"], r["threads"], r["variant"]), []).append(r["images_per_second"])
+        base = by_name[1, 1, "plain"]
+        rows = []
+        for (processes, threads, variant), speeds in by_name.items():
+            quiet = by_name.get((processes, threads, "no_sync"))
+            efficiency = [a / b / processes / threads for a, b in zip(speeds, base, strict=True)]
+            exposed = [1 - a / b for a, b in zip(speeds, quiet, strict=True)] if quiet not in (None, speeds) else None
+            rows.append((
+                f"{processes} x {threads}", variant, _spread(speeds, ".0f"), _spread(efficiency, ".2f"),
+                _spread(exposed, ".2f") if exposed else "",
+            ))  # fmt: skip
+        head = ("processes x threads", "variant", "images/s, median (range)", "efficiency", "exposed communication")
+        return f"`{runs[0]['command'].partition(' --log')[0]}`, {len(base)} runs of each:\n\n{table(head, rows)}"
+
+    return by_hardware([r for r in records("ddp") if r["bench"] == "ddp"], block)
+
+
+def launch():
+    """Seconds from torchrun to the first step of 03, by number of processes: tools/bench.py ddp."""
+
+    def block(runs):
+        times = {}
+        for r in runs:
+            times.setdefault(r["world_size"], []).append(r["seconds"])
+        rows = [("seconds, median (range)", *(_spread(some, ".1f") for some in times.values()))]
+        return table(("processes", *times), rows)
+
+    return by_hardware([r for r in records("ddp") if r["bench"] == "launch"], block)
+
+
+def _spread(values, form):
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def render(text):
     """The text with every table made anew."""
-    make = {"ladder": ladder, "cifar10": cifar10, "first_runs": first_runs, "input": input}
+    make = {f.__name__: f for f in (ladder, cifar10, first_runs, input, ddp, launch)}
     pattern = r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)"
     return re.sub(pattern, lambda m: f"{m[1]}\n{make[m[2]]()}\n{m[3]}", text, flags=re.S)
 
