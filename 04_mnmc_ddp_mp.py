@@ -96,7 +96,7 @@ def main(local_rank, args):
 
         net.eval()
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # batch norm's statistics, of each rank's own images until now
+            dist.broadcast(buffer, src=0)  # batch norm's statistics, of each rank's own images in the last step
         correct = torch.zeros((), dtype=torch.int64, device=device)
         with torch.no_grad(), autocast:
             for images, targets in test_loader:

@@ -3,7 +3,7 @@
 Changes in 03 who starts the processes: srun, on all machines of a job or of a part of it. Slurm's variables
 tell each process who it is and where they all are; they meet on the first machine of the list.
 
-    srun --nodes=2 --ntasks-per-node=2 python 05_mnmc_ddp_slurm.py
+    srun --nodes=2 --ntasks-per-node=2 --kill-on-bad-exit=1 python 05_mnmc_ddp_slurm.py
 
 Without a GPU the processes share the cores. As a batch job, which asks for GPUs where there are some:
 
@@ -89,7 +89,7 @@ def main(args):
 
         net.eval()
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # batch norm's statistics, of each rank's own images until now
+            dist.broadcast(buffer, src=0)  # batch norm's statistics, of each rank's own images in the last step
         correct = torch.zeros((), dtype=torch.int64, device=device)
         with torch.no_grad(), autocast:
             for images, targets in test_loader:

@@ -13,6 +13,7 @@ import socket
 import sys
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 from filelock import FileLock
@@ -121,14 +122,14 @@ def build_loader(dataset, sampler, args, local_world_size=1, *, train):
         dataset: MemoryImages or FileImages.
         sampler: yields indices and has a length.
         args: the shared flags; reads batch_size and workers.
-        local_world_size: int, the processes on this machine, which share its cores and its GPUs.
+        local_world_size: int, the processes on this machine, which share its cores.
         train: leave out a last batch that would leave one image alone, here or, under DataParallel, on one
             of the GPUs: batch norm cannot learn from it.
     """
     workers = args.workers
     if workers is None:
         workers = 0 if dataset.in_memory else cores_per_process(local_world_size)
-    gpus = max(1, torch.cuda.device_count() // local_world_size)
+    gpus = 1 if dist.is_initialized() else max(1, torch.cuda.device_count())
     return DataLoader(
         dataset,
         batch_size=args.batch_size,

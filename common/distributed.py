@@ -12,14 +12,15 @@ started it is read from the environment; the first of these that matches wins:
 
     launcher   rank                  world size            local rank                  rank 0 listens at
     torchrun   RANK                  WORLD_SIZE            LOCAL_RANK                  MASTER_ADDR:MASTER_PORT
-    srun       SLURM_PROCID          SLURM_STEP_NUM_TASKS  SLURM_LOCALID               first of SLURM_STEP_NODELIST:
-                                                                                       port from SLURM_JOB_ID
     mpirun     OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  OMPI_COMM_WORLD_LOCAL_RANK  MASTER_ADDR:MASTER_PORT,
                or PMI_RANK           PMI_SIZE              MPI_LOCALRANKID             not needed on one machine
+    srun       SLURM_PROCID          SLURM_STEP_NUM_TASKS  SLURM_LOCALID               first of SLURM_STEP_NODELIST:
+                                                                                       port from SLURM_JOB_ID
     nodes      RANK                  WORLD_SIZE            0                           MASTER_ADDR:MASTER_PORT
     python     0                     1                     0                           nowhere
 
-torchrun comes first because its workers inside a Slurm job all inherit one SLURM_PROCID. srun counts only
+torchrun and mpirun come first because what they start inside a Slurm job inherits one SLURM_PROCID; PMI_RANK
+alone, without MPI_LOCALRANKID, may be srun's own. srun counts only
 where a Slurm *step* started the process: the shell of an sbatch file has the job's variables too, but runs
 once; and a step may be smaller than its job, which is why SLURM_NTASKS is not read. "nodes" are Kubernetes'
 PyTorchJob and SenseCore, whose RANK and WORLD_SIZE count machines: accepted where a machine has one device.
@@ -29,7 +30,8 @@ Checked before any process waits for another: that the variables are all there, 
 that no launcher runs inside another; that every local process has a device. Then, while the ranks meet: that
 the address resolves, that the port is free and the store behind it this job's, that no rank and no GPU is
 there twice, that all ranks come. What is wrong raises LaunchError, a ValueError, within seconds; only ranks
-that never come take `timeout`. Its message says what was found, what was expected and the command that works.
+that never come take `timeout`, so let the launcher end them all when one has failed: torchrun and mpirun do, srun
+with --kill-on-bad-exit=1. The message says what was found, what was expected and the command that works.
 """
 
 import contextlib
@@ -40,6 +42,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import random
 import re
 import socket
 import sys
@@ -144,7 +147,7 @@ def cleanup():
 
 @contextlib.contextmanager
 def cleaned_up():
-    """Leave the process group at the end of the block, after an error too."""
+    """Leave the process group at the end of the block, after an error too; a debugger then finds no variables there."""
     try:
         yield
     except BaseException as error:
@@ -162,7 +165,9 @@ def cleaned_up():
 def _give_up(error):
     if not isinstance(error, SystemExit):  # whose reason has been printed
         traceback.print_exception(type(error), error, error.__traceback__)
-    os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 def sum_over_ranks(tensor):
@@ -176,15 +181,27 @@ def sum_over_ranks(tensor):
 def local_main_first(local_rank):
     """Run the block on one process of each machine, then on the others: to download, to unpack.
 
-    Every rank must enter it.
+    Every rank must enter it. The block may take long, so the group in which the others wait has no short timeout.
+
+    Raises:
+        RuntimeError: on the others, if the first one of some machine failed.
     """
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    failed = torch.zeros(1)
     if local_rank > 0:
-        dist.barrier()
-    try:
+        dist.all_reduce(failed, group=group)
+        if failed:
+            raise RuntimeError("the first process of a machine failed, and its message says why")
         yield
-    finally:  # after an error too, or the others would wait here
-        if local_rank == 0:
-            dist.barrier()
+    else:
+        try:
+            yield
+        except BaseException:
+            failed += 1
+            raise
+        finally:
+            dist.all_reduce(failed, group=group)
+    dist.destroy_process_group(group)
 
 
 def lost_peer(error):
@@ -193,12 +210,11 @@ def lost_peer(error):
     from_a_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)
     if not from_a_collective or not re.search("connect|closed|reset by peer|broken pipe|timed out|remote", text, re.I):
         return None
-    reason = re.sub(r"\[\S*/gloo/\S*\] ?", "", text)[:200]
+    reason = re.sub(r"\[\S*/gloo/\S*\] ?", "", text.rpartition("Last error:")[2]).strip()[:200]  # NCCL's cause is last
     fix = "its own message or its launcher's, which may stand above, says why"
-    if "127.0." in text and "refused" in text:
-        fix = (
-            "ranks on several machines need export GLOO_SOCKET_IFNAME=... on each, the interface that the others reach"
-        )
+    if ("127.0." in text and "refused" in text) or "no route" in text.lower():
+        name = "NCCL_SOCKET_IFNAME" if "NCCL" in text else "GLOO_SOCKET_IFNAME"
+        fix = f"ranks on several machines need export {name}=... on each, the interface that the others reach"
     return f"lost another rank ({reason}): {fix}"
 
 
@@ -215,19 +231,21 @@ def _find_launcher(port):
     """(launcher, rank, world_size, local_rank, local_world_size or None if unknown, url or None if not needed)"""
     env = os.environ
     given = [name for name in TORCHRUN[:3] if name in env]
-    mpi = next((names for names in (OPEN_MPI, MPICH) if names[0] in env and names[1] in env), None)
+    in_step = "SLURM_STEP_NUM_TASKS" in env
+    mpich = MPICH[0] in env and (MPICH[2] in env or not in_step)  # PMI_RANK alone, in a step, is srun's own
+    mpi = OPEN_MPI if OPEN_MPI[0] in env else MPICH if mpich else None
     url = None
     if len(given) == 3:
         # Somebody else who speaks torchrun's words may not know the last one.
         launcher, ranks = "torchrun", read_ranks(*(TORCHRUN if TORCHRUN[3] in env else TORCHRUN[:3]))
         if not _torchrun_keeps_the_store():
             url = _env_url(port, ranks)
-    elif "SLURM_STEP_NUM_TASKS" in env:
-        launcher, ranks = "srun", read_ranks(*SLURM)
-        url = slurm_url(port)
     elif mpi:
         launcher, ranks = "mpirun", read_ranks(*mpi)
         url = _env_url(port, ranks)
+    elif in_step:
+        launcher, ranks = "srun", read_ranks(*SLURM)
+        url = slurm_url(port)
     elif given == ["RANK", "WORLD_SIZE"]:
         world_size = read_number("WORLD_SIZE", 1)
         launcher, ranks = "nodes", (read_number("RANK", 0, world_size - 1), world_size, 0, 1)
@@ -239,6 +257,8 @@ def _find_launcher(port):
         raise LaunchError(f"{found}: expected all three, or none; {_command('RANK')}")
     else:
         launcher, ranks = "python", (0, 1, 0, 1)
+        if multiprocessing.parent_process():
+            log.warning("a world of one process: the one that spawned this one has not set RANK and its like for it")
         if env.get("SLURM_NTASKS", "1") != "1":
             log.warning(
                 "running as one process: srun has not started it, though this Slurm job has SLURM_NTASKS=%s; "
@@ -311,7 +331,8 @@ def slurm_url(port=None):
     if "MASTER_PORT" in os.environ:
         port = read_number("MASTER_PORT", 1, 65535)
     elif port is None:
-        port = PORTS[(16 * read_number("SLURM_JOB_ID") + read_number("SLURM_STEP_ID")) % len(PORTS)]
+        job, step = read_number("SLURM_JOB_ID"), read_number("SLURM_STEP_ID")
+        return _url(host, PORTS[(16 * job + step) % len(PORTS)]) + f"?job={job}.{step}"
     return _url(host, port)
 
 
@@ -355,8 +376,8 @@ def _env_url(port, ranks):
     if "MASTER_PORT" in os.environ:
         port = read_number("MASTER_PORT", 1, 65535)
     elif port is None:  # Open MPI names its jobs; what has no name meets where torch's own default is
-        job = os.environ.get("PMIX_NAMESPACE")
-        port = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500
+        job = zlib.crc32(os.environ.get("PMIX_NAMESPACE", "").encode())
+        return _url(host, PORTS[job % len(PORTS)]) + f"?job={job}" if job else _url(host, 29500)
     return _url(host, port)
 
 
@@ -367,22 +388,19 @@ def _url(host, port):
 def _refuse_nesting(launcher):
     """Raise if the variables are meant for this process's parent: a launcher within a launcher."""
     env = os.environ
-    spawned = multiprocessing.parent_process() is not None
-    by_hand = launcher == "torchrun" and not _torchrun_keeps_the_store()
-    if spawned and not by_hand:  # each child would claim its parent's rank
-        names = {"srun": SLURM, "mpirun": OPEN_MPI if OPEN_MPI[0] in env else MPICH}
-        name = names.get(launcher, TORCHRUN)[0]
+    if multiprocessing.parent_process() and launcher in ("srun", "mpirun"):  # each child would claim its parent's rank
+        name = (SLURM if launcher == "srun" else OPEN_MPI if OPEN_MPI[0] in env else MPICH)[0]
         raise LaunchError(
             f"{name}={env.get(name)} is the rank of the process that spawned this one: {launcher} has started a script "
             f"that starts processes itself; expected one of the two: {_command(name)} without spawning"
         )
-    if launcher == "torchrun" and not by_hand and "SLURM_STEP_NUM_TASKS" in env:
+    if launcher == "torchrun" and _torchrun_keeps_the_store() and "SLURM_STEP_NUM_TASKS" in env:
         tasks, nodes = read_number("SLURM_STEP_NUM_TASKS", 1), read_number("SLURM_STEP_NUM_NODES", 1)
         if tasks > nodes:
             raise LaunchError(
-                f"SLURM_STEP_NUM_TASKS={tasks}: srun has started {tasks} torchruns on {nodes} machine(s), expected one "
-                f"on each; srun --ntasks={nodes} --ntasks-per-node=1 torchrun ... (for runs that are to be apart: "
-                f"env -u SLURM_STEP_NUM_TASKS torchrun ...)"
+                f"SLURM_STEP_NUM_TASKS={tasks}: srun has started {tasks} tasks with a torchrun on {nodes} "
+                f"machine(s), expected one on each; srun --ntasks={nodes} --ntasks-per-node=1 torchrun ... "
+                f"(in that shell, or to keep them apart: env -u SLURM_STEP_NUM_TASKS torchrun ...)"
             )
         if nodes > 1 and env.get("GROUP_WORLD_SIZE") == "1" and env["LOCAL_RANK"] == "0":
             log.warning("each of %d machines trains alone: for one run of all, torchrun --nnodes=%d", nodes, nodes)
@@ -456,8 +474,9 @@ def setup_device(local_rank, local_world_size):
     """The device of this process: a GPU of its own, made the current one, or its share of the CPU's cores.
 
     A process that sees a single GPU takes that one whatever its local rank: Slurm, for one, may bind one to each
-    task. Should it be the same for all, rendezvous notices; torchrun binds none, so there it is noticed here. Threads
-    are set to the share of cores unless OMP_NUM_THREADS says how many, which torchrun sets to 1.
+    task. Should it be the same for all, rendezvous notices. Under torchrun, which has its own, only
+    CUDA_VISIBLE_DEVICES can tell a GPU for each from one GPU for all. Threads are set to the share of cores unless
+    OMP_NUM_THREADS says how many, which torchrun sets to 1.
 
     Raises:
         LaunchError: there are more processes on this machine than GPUs.
@@ -467,11 +486,11 @@ def setup_device(local_rank, local_world_size):
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    bound = gpus == 1 and not _torchrun_keeps_the_store()
+    bound = gpus == 1 and ("CUDA_VISIBLE_DEVICES" in os.environ or not _torchrun_keeps_the_store())
     if local_world_size > gpus and not bound:
         raise LaunchError(
             f"{local_world_size} processes on this machine, {gpus} GPU(s) with "
-            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}: expected a GPU for each process; "
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')}: expected a GPU for each; "
             f"torchrun --nproc-per-node={gpus}, srun --ntasks-per-node={gpus}, or mpirun -n {gpus}"
         )
     device = torch.device("cuda", 0 if bound else local_rank)
@@ -482,7 +501,7 @@ def setup_device(local_rank, local_world_size):
 def cores_per_process(local_world_size):
     """The cores of this machine that each of its local processes may use."""
     cores = cpu_count()
-    if "SLURM_STEP_TASKS_PER_NODE" in os.environ:
+    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_CPUS_ON_NODE"} <= os.environ.keys():
         tasks, granted = _slurm_tasks_here(), read_number("SLURM_CPUS_ON_NODE", 1)
         if cores * tasks > granted:  # the tasks are not bound to cores of their own
             cores = min(cores, max(1, granted // tasks))
@@ -491,7 +510,7 @@ def cores_per_process(local_world_size):
 
 
 def cpu_count():
-    """The cores this process may use: a container or a Slurm task often has fewer than the machine."""
+    """The cores this process may run on: a Slurm task often has fewer than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -502,7 +521,8 @@ def rendezvous(url, rank, world_size, timeout=TIMEOUT):
     """Meet the other ranks at a store that rank 0 keeps, and check that each is there, and there once.
 
     Args:
-        url: tcp://HOST:PORT, the machine of rank 0 and a free port of it.
+        url: tcp://HOST:PORT, the machine of rank 0 and a free port of it; or tcp://HOST:PORT?job=NAME, if the port
+            is one that another job might have made too.
         timeout: datetime.timedelta, for ranks that do not come.
 
     Returns:
@@ -516,12 +536,13 @@ def rendezvous(url, rank, world_size, timeout=TIMEOUT):
     if not 0 <= rank < world_size:
         raise LaunchError(f"rank {rank} of a world of {world_size}: expected a rank from 0 to {world_size - 1}")
     _resolve(host, port)
-    ids = [os.environ[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE") if name in os.environ]
-    job = f"{world_size} ranks of job {'.'.join(ids)}"
+    query = urllib.parse.parse_qs(urllib.parse.urlsplit(url).query)
+    job = f"{world_size} ranks" + "".join(f" of job {name}" for name in query.get("job", []))
     store = _listen(port, job) if rank == 0 else _connect(host, port, rank, job, deadline)
     store.set_timeout(timeout)
 
     # Who finds something wrong tells everybody, else the last to come does that all is well.
+    store.add("came", 1)
     me, verdict = f"process {os.getpid()} on {socket.gethostname()}", None
     claims = [f"rank {rank}"]
     if torch.cuda.is_available():
@@ -538,8 +559,11 @@ def rendezvous(url, rank, world_size, timeout=TIMEOUT):
         store.compare_set("verdict", "", verdict or "all here")
     verdict = verdict or _await_verdict(store, url, rank, world_size, deadline)
     if verdict != "all here":
-        if rank == 0:
-            time.sleep(1)  # its end is the store's, and others have yet to read the verdict there
+        if rank == 0:  # its end is the store's, and others have yet to come and read the verdict there
+            late = min(time.monotonic() + QUICK, deadline)
+            while store.add("came", 0) < world_size and time.monotonic() < late:
+                time.sleep(0.1)
+            time.sleep(1)
         raise LaunchError(verdict)
     return store
 
@@ -559,13 +583,15 @@ def split_url(url):
 
 def free_port():
     """A port of this machine that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            port = random.choice(PORTS)
+            listener.bind(("", port))
+            return port
 
 
 def _resolve(host, port):
-    """Look the address up, for a while: in Kubernetes a name may not be known before its machine is there."""
+    """Look the address up, for a while: a name may become known a little later than this process starts."""
     deadline = time.monotonic() + QUICK
 
     def look():
@@ -576,7 +602,8 @@ def _resolve(host, port):
 
     if not _within(QUICK, look):
         raise LaunchError(
-            f"{host!r} does not resolve: expected the name or address of the machine of rank 0 (MASTER_ADDR)"
+            f"{host!r} does not resolve: expected the name or address of the machine of rank 0, "
+            f"by export MASTER_ADDR=... or --dist-url"
         )
 
 
@@ -589,7 +616,7 @@ def _listen(port, job):
             raise
         raise LaunchError(
             f"port {port} of this machine is taken, by another job, a left-over process (ss -ltnp) or a second rank 0: "
-            f"expected a free one for rank 0 to listen at; export MASTER_PORT={free_port()} on all machines"
+            f"expected a free one for rank 0; give all ranks another, by export MASTER_PORT={free_port()} or --dist-url"
         ) from None
     store.set("job", job)
     return store
@@ -606,7 +633,7 @@ def _connect(host, port, rank, job, deadline):
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"rank {rank} could not reach rank 0 at {host}:{port} ({error}): expected rank 0 on that machine, "
-                    f"and no firewall between; see whether it runs, and what MASTER_ADDR and MASTER_PORT say there"
+                    f"and no firewall; see whether it runs, and what MASTER_ADDR, MASTER_PORT or --dist-url say there"
                 ) from None
             if time.monotonic() > patience:
                 log.warning("rank %d waits for rank 0 at %s:%d (%s)", rank, host, port, error)
@@ -614,15 +641,17 @@ def _connect(host, port, rank, job, deadline):
             time.sleep(0.2)
 
     def open_store():
-        with contextlib.suppress(RuntimeError):
+        try:
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
             return store, f"the store of {store.get('job').decode()}"
+        except RuntimeError as error:
+            return None, f"something that is no store ({' '.join(str(error).split())[:100]})"
 
-    store, found = _within(QUICK, open_store) or (None, "something that is no store")
+    store, found = _within(QUICK, open_store) or (None, f"something that says nothing for {QUICK} s")
     if found != f"the store of {job}":
         raise LaunchError(
-            f"{found} answers at {host}:{port}: expected that of {job}; give this job a port of its own, "
-            f"export MASTER_PORT=... on all machines"
+            f"{found} answers at {host}:{port}: expected the store of {job}; give all ranks another port, by export "
+            f"MASTER_PORT=... or --dist-url, or end what has that one (ss -ltnp)"
         )
     return store
 
@@ -637,23 +666,21 @@ def _within(seconds, function):
 
 
 def _await_verdict(store, url, rank, world_size, deadline):
-    """What the store says once all ranks are there; rank 0 names those that take long."""
-    patience = time.monotonic() + PATIENCE
+    """What the store says once all ranks are there, or what rank 0 says when it has waited long enough."""
+    patience = min(time.monotonic() + PATIENCE, deadline) if rank == 0 else deadline + QUICK
+    shell = " (in a shell of srun --pty: srun --overlap starts them all)" if "SLURM_PTY_PORT" in os.environ else ""
     while True:
         try:
-            store.wait(["verdict"], datetime.timedelta(seconds=max(0.1, min(patience, deadline) - time.monotonic())))
+            store.wait(["verdict"], datetime.timedelta(seconds=max(0.1, patience - time.monotonic())))
             return store.get("verdict").decode()
-        except RuntimeError as error:
-            if "imeout" not in str(error):
-                raise LaunchError(
-                    f"rank 0, which kept the store at {url}, has ended: its own message says why"
-                ) from None
+        except RuntimeError:
+            if rank > 0:
+                return f"rank 0, which kept the store at {url}, has ended or is out of reach: its own message says why"
         missing = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
         missing = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"ranks {missing} of {world_size} did not come to {url}: see on their machines whether they run"
-            )
-        if rank == 0:
-            log.warning("rank 0 at %s waits for ranks %s of %d", url, missing, world_size)
-        patience = deadline
+        if time.monotonic() < deadline:
+            log.warning("rank 0 at %s waits for ranks %s of %d%s", url, missing, world_size, shell)
+            patience = deadline
+        else:
+            found = f"ranks {missing} of {world_size} did not come to {url}: see on their machines whether they run"
+            store.compare_set("verdict", "", found)

@@ -97,13 +97,13 @@ class SyncBatchNorm(nn.BatchNorm2d):
         x = images.to(torch.promote_types(images.dtype, torch.float32))
 
         # First the mean, then the mean square of what is left, which loses no digits where the mean is large.
-        count = x.new_tensor([x.numel() / x.size(1)])
-        sums = SumOverRanks.apply(torch.cat([x.sum(others), count]))
+        count = x.numel() // x.size(1)
+        sums = SumOverRanks.apply(torch.cat([x.sum(others), x.new_tensor([count])]))
         total = sums[-1].detach()
         mean = sums[:-1] / total
         x = x - mean.view(shape)
         variance = SumOverRanks.apply(x.square().sum(others)) / total
-        if total < 2:  # note: this waits for the device
+        if count < 2 and total < 2:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
 
         if self.track_running_stats:

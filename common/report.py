@@ -213,7 +213,7 @@ def launcher_name():
         return "python"
     if multiprocessing.parent_process():
         return "mp.spawn"
-    return "torchrun" if dist.is_torchelastic_launched() else "srun"
+    return "torchrun" if "LOCAL_RANK" in os.environ else "srun"
 
 
 def synchronize(device):

@@ -114,17 +114,18 @@ def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
 
 
 FIRST = """\
-import os, sys, time
+import datetime, os, sys, time
 from distributed import cleaned_up, local_main_first, setup_distributed
 
 @cleaned_up()
 def main():
-    d = setup_distributed()
+    d = setup_distributed(timeout=datetime.timedelta(seconds=5))
     with local_main_first(d.local_rank):
         found = os.path.exists("file")
         time.sleep(1)
         open("file", "w").close()
-        if "fail" in sys.argv:
+        if "fail" in sys.argv and d.local_rank == 0:
+            time.sleep(8)  # longer than collectives may take
             raise OSError("disk full")
     print(f"{d.local_rank} {found}\\n", end="")
 
@@ -140,6 +141,7 @@ def test_one_process_of_a_machine_goes_first_even_if_it_fails(tmp_path):
     assert sorted(out.split("\n")) == ["", "0 False", "1 True"]
     code, _, err = finished(started(tmp_path, *TORCHRUN, "first.py", "fail"), timeout=40)
     assert code == 1 and "OSError: disk full" in err
+    assert "RuntimeError: the first process of a machine failed, and its message says why" in err
 
 
 # They end
@@ -159,6 +161,32 @@ def test_a_killed_rank_ends_the_others_within_seconds_and_is_named(launcher, sma
         assert "04_mnmc_ddp_mp.py: error: process 1 was killed by SIGKILL; the others have been ended" in err
     else:
         assert "Signal 9 (SIGKILL)" in err and "rank      : 1 (local_rank: 1)" in err
+
+
+STUCK = """\
+import time, torch
+import torch.distributed as dist
+from distributed import cleaned_up, setup_distributed
+
+@cleaned_up()
+def main():
+    d = setup_distributed()
+    if d.rank > 0:
+        time.sleep(100)
+    print("before the error")
+    work = dist.all_reduce(torch.zeros(1), async_op=True)
+    raise OSError("disk full")
+
+main()
+"""
+
+
+def test_a_rank_that_fails_while_others_owe_it_an_answer_ends_and_loses_no_message(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    (tmp_path / "distributed.py").write_text((ROOT / "common/distributed.py").read_text())
+    (tmp_path / "stuck.py").write_text(STUCK)
+    code, out, err = finished(started(tmp_path, *TORCHRUN, "stuck.py"), timeout=60)
+    assert code == 1 and out == "before the error\n" and "OSError: disk full" in err
 
 
 @pytest.mark.parametrize("launcher", LAUNCH)

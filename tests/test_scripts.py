@@ -75,7 +75,8 @@ def test_one_seed_gives_one_result_and_another_seed_another(run, small_folder):
     assert losses(first.out) == losses(again.out) != losses(other.out)
 
 
-def test_the_order_of_images_is_distributed_samplers_and_new_every_epoch(run, small_folder, monkeypatch):
+@pytest.mark.parametrize("script", IN_PROCESS)
+def test_the_order_of_images_is_distributed_samplers_and_new_every_epoch(run, small_folder, monkeypatch, script):
     seen = []
 
     def remember(self, indices):
@@ -83,7 +84,7 @@ def test_the_order_of_images_is_distributed_samplers_and_new_every_epoch(run, sm
         return self.images[indices], self.targets[indices]
 
     monkeypatch.setattr("common.data.MemoryImages.__getitems__", remember)
-    run("01_snsc.py", *QUICK, small_folder, "--epochs", 2, "--batch-size", 24, "--seed", 5)
+    run(script, *QUICK, small_folder, "--epochs", 2, "--batch-size", 24, "--seed", 5)
     first, test, second, test_again = seen
     assert test == test_again == list(range(24)) == sorted(first)
     sampler = torch.utils.data.DistributedSampler(range(24), num_replicas=1, rank=0, seed=5)

@@ -5,7 +5,7 @@ import shutil
 import time
 
 import pytest
-from conftest import QUICK, ROOT
+from conftest import QUICK, ROOT, need
 from slurm_cluster import wait_until
 from test_data import write_mnist
 from test_distributed import TRAIN
@@ -60,10 +60,29 @@ def test_a_step_smaller_than_its_job_is_a_world_of_its_own(slurm, copy):
     assert [line[1:3] for line in ranks(slurm.output(job))] == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_two_steps_on_other_machines_than_the_jobs_first_run_side_by_side(slurm, copy):
+HOLD = """\
+    import glob, os, time
+    open(f"here-{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}", "w").close()
+    deadline = time.monotonic() + 60
+    while len(glob.glob("here-*")) < 2:  # until the other group is there as well
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def holding(copy):
+    """The folder with a script that keeps its process group until another step has one too."""
+    marker = "    net = torch"
+    assert marker in TRAIN
+    (copy / "train.py").write_text(TRAIN.replace(marker, HOLD + marker))
+    return copy
+
+
+def test_two_steps_of_a_job_run_side_by_side_on_other_machines_than_its_first(slurm, holding):
     step = "srun -N1 -n2 -w {} python train.py"
-    lines = f"cd {copy}; {step.format('n02')} & {step.format('n03')} & wait -n && wait -n"
-    job = slurm.sbatch(batch(copy, lines, options="-N3 --ntasks-per-node=2 -w n01,n02,n03"))
+    lines = f"cd {holding}; {step.format('n02')} & {step.format('n03')} & wait -n && wait -n"
+    job = slurm.sbatch(batch(holding, lines, options="-N3 --ntasks-per-node=2 -w n01,n02,n03"))
     assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
     assert ranks(slurm.output(job)) == [("srun", r, 2, r, 2, 3) for r in (0, 0, 1, 1)]
 
@@ -75,8 +94,8 @@ def test_the_shell_of_an_sbatch_file_is_one_process_and_says_so(slurm, copy):
     assert "running as one process: srun has not started it" in slurm.output(job)
 
 
-def test_two_jobs_at_once_on_one_machine_do_not_meet(slurm, copy):
-    jobs = [slurm.popen("srun", "-n2", "-w", "n01", "python", "train.py", cwd=copy) for _ in range(2)]
+def test_two_jobs_at_once_on_one_machine_do_not_meet(slurm, holding):
+    jobs = [slurm.popen("srun", "-n2", "-w", "n01", "python", "train.py", cwd=holding) for _ in range(2)]
     for job in jobs:
         out, err = job.communicate(timeout=120)
         assert job.returncode == 0, err
@@ -99,6 +118,28 @@ def test_torchrun_in_a_step_has_distinct_ranks(slurm, copy):
     job = slurm.sbatch(batch(copy, lines, options="-N2 --ntasks-per-node=2"))
     assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
     assert ranks(slurm.output(job)) == [("torchrun", r, 4, r % 2, 2, 10) for r in range(4)]
+
+
+# mpirun in a job, and in a step
+
+
+@pytest.fixture
+def mpirun():
+    need(None if shutil.which("mpirun") else "not installed: mpirun (apt-get install openmpi-bin)")
+    return "mpirun --allow-run-as-root --oversubscribe -n 2"
+
+
+def test_mpirun_starts_one_world_on_the_machines_of_a_job(slurm, copy, mpirun):
+    lines = f"cd {copy}; export MASTER_ADDR=$(hostname); {mpirun} -x MASTER_ADDR --map-by node python train.py"
+    job = slurm.sbatch(batch(copy, lines, options="-N2 --ntasks-per-node=1"))
+    assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
+    assert ranks(slurm.output(job)) == [("mpirun", 0, 2, 0, 1, 3), ("mpirun", 1, 2, 0, 1, 3)]
+
+
+def test_mpirun_in_a_step_of_one_task_is_a_world_of_its_own(slurm, copy, mpirun):
+    end = slurm.run("srun", "-n1", *mpirun.split(), "python", "train.py", cwd=copy)
+    assert end.returncode == 0, end.stderr
+    assert ranks(end.stdout) == [("mpirun", r, 2, r, 2, 3) for r in (0, 1)]
 
 
 # The sbatch files

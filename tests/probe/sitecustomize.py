@@ -1,7 +1,8 @@
 """Makes a script of the ladder tell what it trains on: Python imports this first, in every process it starts,
 if this folder is on PYTHONPATH.
 
-Each process appends to $PROBE/PID.jsonl the indices of every batch it fetches and every loss. Dropout, which
+Each process appends to $PROBE/PID.jsonl the indices of every batch it fetches, every loss, and the sum of batch norm's
+statistics with which it tests. Dropout, which
 draws anew on each rank, is switched off, since no two world sizes would agree with it. With PROBE_DTYPE=float64
 the network computes in that.
 """
@@ -35,7 +36,13 @@ def loss(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
 
 def build(args, dataset, original=models.build_model):
     net, dtype = original(args, dataset), getattr(torch, os.environ.get("PROBE_DTYPE", "float32"))
-    net.register_forward_pre_hook(lambda _, images: images[0].to(dtype))
+
+    def before(net, images):
+        if not net.training:
+            tell(statistics=sum(buffer.double().sum().item() for buffer in net.buffers()))
+        return images[0].to(dtype)
+
+    net.register_forward_pre_hook(before)
     return net.to(dtype)
 
 
