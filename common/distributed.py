@@ -1,11 +1,14 @@
 """From a process, however it was started, to a process group. Copy this one file: it needs torch alone.
 
-    from distributed import cleanup, setup_distributed
+    from distributed import cleaned_up, setup_distributed
 
-    d = setup_distributed()
-    net = torch.nn.parallel.DistributedDataParallel(Net().to(d.device))
-    ...  # train; d.rank and d.world_size say which part of the data is this process's
-    cleanup()
+    @cleaned_up()
+    def main():
+        d = setup_distributed()
+        net = torch.nn.parallel.DistributedDataParallel(Net().to(d.device))
+        ...  # train; d.rank and d.world_size say which part of the data is this process's
+
+    main()
 
 The same script then runs under every launcher, and as `python train.py` as a world of one process. Who
 started it is read from the environment; the first of these that matches wins:
@@ -19,19 +22,19 @@ started it is read from the environment; the first of these that matches wins:
     nodes      RANK                  WORLD_SIZE            0                           MASTER_ADDR:MASTER_PORT
     python     0                     1                     0                           nowhere
 
-torchrun and mpirun come first because what they start inside a Slurm job inherits one SLURM_PROCID; PMI_RANK
-alone, without MPI_LOCALRANKID, may be srun's own. srun counts only
-where a Slurm *step* started the process: the shell of an sbatch file has the job's variables too, but runs
-once; and a step may be smaller than its job, which is why SLURM_NTASKS is not read. "nodes" are Kubernetes'
-PyTorchJob and SenseCore, whose RANK and WORLD_SIZE count machines: accepted where a machine has one device.
-MASTER_ADDR and MASTER_PORT, where they are set, win over what Slurm says.
+torchrun and mpirun come first because all that they start inside a Slurm job inherits one SLURM_PROCID; a
+PMI_RANK without MPI_LOCALRANKID may be srun's own. srun counts only where a Slurm *step* started the process: the
+shell of an sbatch file has the job's variables too, but runs once; and a step may be smaller than its job, which
+is why SLURM_NTASKS is not read. "nodes" are Kubernetes' PyTorchJob and SenseCore, whose RANK and WORLD_SIZE count
+machines: accepted where a machine has one device. MASTER_ADDR and MASTER_PORT win over what Slurm says.
 
 Checked before any process waits for another: that the variables are all there, are numbers and fit together;
-that no launcher runs inside another; that every local process has a device. Then, while the ranks meet: that
-the address resolves, that the port is free and the store behind it this job's, that no rank and no GPU is
-there twice, that all ranks come. What is wrong raises LaunchError, a ValueError, within seconds; only ranks
-that never come take `timeout`, so let the launcher end them all when one has failed: torchrun and mpirun do, srun
-with --kill-on-bad-exit=1. The message says what was found, what was expected and the command that works.
+that no launcher runs inside another; that every local process has a device. Then, while the ranks meet (which
+torchrun sees to itself): that the address resolves, that the port is free and the store behind it this job's, that
+no rank and no GPU is there twice, that all ranks come. What is wrong raises LaunchError, a ValueError, within
+seconds; only ranks that never come take `timeout`, so let the launcher end them all when one has failed: torchrun
+and mpirun do, srun with --kill-on-bad-exit=1. The message says what was found, what was expected and the command
+that works.
 """
 
 import contextlib
@@ -132,7 +135,7 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
 
 
 def cleanup():
-    """Leave the process group, if there is one; the last thing to do, when the network is no longer in use.
+    """Leave the process group, if there is one; the last thing to do, when no variable holds the network any more.
 
     gloo's threads end with the last reference to the group. One that outlives the interpreter aborts the process
     ("terminate called without an active exception", exit code 134), after all the work was done. References are

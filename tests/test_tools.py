@@ -183,7 +183,7 @@ def test_every_command_that_is_shown_is_one_that_is_taken(launcher, script, give
         assert (args.training_script, args.training_script_args) == (script, shlex.split(given))
         assert args.node_rank == 0 and args.nproc_per_node == "2"
     else:
-        assert launcher in ("python", "srun --nodes=2 --ntasks-per-node=2 python")
+        assert re.fullmatch("(srun --nodes=2 --ntasks-per-node=2( --kill-on-bad-exit=1)? )?python", launcher)
 
 
 def test_every_script_is_shown_with_a_command_and_every_make_target_exists():
