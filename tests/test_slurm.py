@@ -103,7 +103,7 @@ def test_two_jobs_at_once_on_one_machine_do_not_meet(slurm, holding):
 
 
 def test_many_short_runs_end_with_exit_code_0(slurm, copy):
-    for _ in range(4):
+    for _ in range(3):
         end = slurm.run("srun", "-n2", "python", "train.py", cwd=copy)
         assert end.returncode == 0, end.stderr
 
