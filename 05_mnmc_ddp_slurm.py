@@ -5,7 +5,7 @@ tell each process who it is and where they all are; they meet on the first machi
 
     srun --nodes=2 --ntasks-per-node=2 --kill-on-bad-exit=1 python 05_mnmc_ddp_slurm.py
 
-Without a GPU the processes share the cores. As a batch job, which asks for GPUs where there are some:
+Without a GPU the processes share the cores. As a batch job, in whose file you say how many of what:
 
     sbatch launch/slurm/05_srun.sbatch
 """
