@@ -40,6 +40,7 @@ that works.
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import gc
 import itertools
 import logging
@@ -159,7 +160,9 @@ def cleaned_up():
         watchdog = threading.Timer(QUICK, _give_up, [error])
         watchdog.daemon = True
         watchdog.start()
+        faulthandler.dump_traceback_later(QUICK + 2, exit=True, file=sys.__stderr__)  # if Python itself stands still
         cleanup()
+        faulthandler.cancel_dump_traceback_later()
         watchdog.cancel()
         raise
     cleanup()
