@@ -3,6 +3,7 @@
 import contextlib
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,3 +153,27 @@ def large_folder(tmp_path):
     """An ImageFolder tree of 300x260 JPEGs: 24 in train/, 8 in val/."""
     write_images(tmp_path, "train", (260, 300), suffix=".jpg")
     return write_images(tmp_path, "val", (260, 300), per_class=4, suffix=".jpg")
+
+
+TRAIN = """\
+import torch
+from distributed import cleaned_up, setup_distributed, sum_over_ranks
+
+@cleaned_up()
+def main():
+    d = setup_distributed()
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2).to(d.device))
+    net(torch.ones(1, 4, device=d.device)).sum().backward()
+    total = sum_over_ranks(torch.tensor(d.rank + 1, device=d.device))
+    print(f"{d.launcher} {d.rank} of {d.world_size}, {d.local_rank} of {d.local_world_size}, sum {total}\\n", end="")
+
+main()
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A folder with distributed.py and a script of ten lines that uses it."""
+    shutil.copy(ROOT / "common/distributed.py", tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -453,29 +452,6 @@ def test_setup_distributed_twice_is_refused_and_once_more_after_cleanup_is_not(e
 
 
 # The file alone, beside a script of ten lines
-
-TRAIN = """\
-import torch
-from distributed import cleaned_up, setup_distributed, sum_over_ranks
-
-@cleaned_up()
-def main():
-    d = setup_distributed()
-    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2).to(d.device))
-    net(torch.ones(1, 4, device=d.device)).sum().backward()
-    total = sum_over_ranks(torch.tensor(d.rank + 1, device=d.device))
-    print(f"{d.launcher} {d.rank} of {d.world_size}, {d.local_rank} of {d.local_world_size}, sum {total}\\n", end="")
-
-main()
-"""
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A folder with distributed.py and a script of ten lines that uses it."""
-    shutil.copy(ROOT / "common/distributed.py", tmp_path)
-    (tmp_path / "train.py").write_text(TRAIN)
-    return tmp_path
 
 
 def outputs(*processes):

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import QUICK, ROOT, start
-from test_distributed import TRAIN, started
+from conftest import QUICK, ROOT, TRAIN, start
+from test_distributed import started
 
 from common.distributed import free_port
 
@@ -103,14 +103,13 @@ def test_every_rank_crops_and_mirrors_in_its_own_way_and_begins_with_the_same_we
     assert len(crops) == 4 and len(set(crops)) == 4  # two ranks, two steps
 
 
-def test_no_thread_of_gloo_outlives_the_process_group(tmp_path):
+def test_no_thread_of_gloo_outlives_the_process_group(copy):
     """One that does may abort the interpreter on its way out, after all the work is done: exit code 134."""
-    (tmp_path / "distributed.py").write_text((ROOT / "common/distributed.py").read_text())
     count = "import glob\nthreads = [open(f).read() for f in glob.glob('/proc/self/task/*/comm')]\n"
-    (tmp_path / "train.py").write_text(TRAIN + count + "print(len(threads), threads)\n")
+    (copy / "train.py").write_text(TRAIN + count + "print(len(threads), threads)\n")
     for _ in range(2):
         world = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-        processes = [started(tmp_path, "train.py", RANK=r, LOCAL_RANK=r, **world) for r in (0, 1)]
+        processes = [started(copy, "train.py", RANK=r, LOCAL_RANK=r, **world) for r in (0, 1)]
         for code, out, err in map(finished, processes):
             assert code == 0, err
             assert out.splitlines()[-1].startswith("1 "), out
@@ -136,13 +135,12 @@ main()
 """
 
 
-def test_one_process_of_a_machine_goes_first_even_if_it_fails(tmp_path):
-    (tmp_path / "distributed.py").write_text((ROOT / "common/distributed.py").read_text())
-    (tmp_path / "first.py").write_text(FIRST)
-    code, out, err = finished(started(tmp_path, *TORCHRUN, "first.py"))
+def test_one_process_of_a_machine_goes_first_even_if_it_fails(copy):
+    (copy / "first.py").write_text(FIRST)
+    code, out, err = finished(started(copy, *TORCHRUN, "first.py"))
     assert code == 0, err
     assert sorted(out.split("\n")) == ["", "0 False", "1 True"]
-    code, _, err = finished(started(tmp_path, *TORCHRUN, "first.py", "fail"), timeout=40)
+    code, _, err = finished(started(copy, *TORCHRUN, "first.py", "fail"), timeout=40)
     assert code == 1 and "OSError: disk full" in err
     assert "RuntimeError: the first process of a machine failed, and its message says why" in err
 
@@ -184,11 +182,10 @@ main()
 """
 
 
-def test_a_rank_that_fails_while_others_owe_it_an_answer_ends_and_loses_no_message(tmp_path, monkeypatch):
+def test_a_rank_that_fails_while_others_owe_it_an_answer_ends_and_loses_no_message(copy, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    (tmp_path / "distributed.py").write_text((ROOT / "common/distributed.py").read_text())
-    (tmp_path / "stuck.py").write_text(STUCK)
-    code, out, err = finished(started(tmp_path, *TORCHRUN, "stuck.py"), timeout=60)
+    (copy / "stuck.py").write_text(STUCK)
+    code, out, err = finished(started(copy, *TORCHRUN, "stuck.py"), timeout=60)
     assert code == 1
     if torch.__version__ >= (2, 7):  # torch 2.6 leaves the group without letting Python run: ended, but without a word
         assert out == "before the error\n" and "OSError: disk full" in err

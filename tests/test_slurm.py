@@ -5,20 +5,11 @@ import shutil
 import time
 
 import pytest
-from conftest import QUICK, ROOT, need
+from conftest import QUICK, ROOT, TRAIN, need
 from slurm_cluster import wait_until
 from test_data import write_mnist
-from test_distributed import TRAIN
 
 SBATCH = sorted(path.name for path in (ROOT / "launch/slurm").glob("*.sbatch"))
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A folder with distributed.py and a script of ten lines that uses it."""
-    shutil.copy(ROOT / "common/distributed.py", tmp_path)
-    (tmp_path / "train.py").write_text(TRAIN)
-    return tmp_path
 
 
 def batch(folder, *lines, options=""):
