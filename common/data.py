@@ -139,7 +139,7 @@ def build_loader(dataset, sampler, args, local_world_size=1, *, train):
         persistent_workers=train and workers > 0,
         pin_memory=torch.cuda.is_available(),
         collate_fn=_as_it_is,  # __getitems__ has made the batch already
-        worker_init_fn=_leave_ctrl_c_to_main,
+        worker_init_fn=leave_ctrl_c_to_main,
     )
 
 
@@ -211,7 +211,7 @@ def _as_it_is(batch):
     return batch
 
 
-def _leave_ctrl_c_to_main(_):
+def leave_ctrl_c_to_main(_):
     """In a worker: let the main process end it, and say nothing if that hangs up in the middle of a batch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     show = sys.excepthook
@@ -289,8 +289,8 @@ def _folder(args):
             f"--data-dir {args.data_dir} has no {missing}: expected train/CLASS/*.jpg and val/CLASS/*.jpg "
             "(or test/); name the folder that holds them with --data-dir"
         )
-    paths, targets, classes = _list_images(train_dir)
-    test_paths, test_targets, test_classes = _list_images(test_dir)
+    paths, targets, classes = list_images(train_dir)
+    test_paths, test_targets, test_classes = list_images(test_dir)
     if classes != test_classes:
         odd = sorted(set(classes) ^ set(test_classes))[0]
         only = train_dir if odd in classes else test_dir
@@ -313,7 +313,7 @@ def _folder(args):
     return sets
 
 
-def _list_images(root):
+def list_images(root):
     """The image files of an ImageFolder tree: (paths, targets int64 (N,), class names)."""
     try:
         folder = torchvision.datasets.ImageFolder(root, allow_empty=True)

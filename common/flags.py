@@ -13,37 +13,25 @@ import torch
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser with the shared flags, whose errors are one line and exit code 2.
+class BareParser(argparse.ArgumentParser):
+    """An argument parser that shows every default, and whose errors are one line and exit code 2.
 
     Args:
         doc: the docstring of the script, printed by --help.
     """
 
-    def __init__(self, doc):
+    def __init__(self, doc, **options):
         class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
             """Keep the docstring's lines as they are, and show every default."""
 
-        super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False)
+        super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
+
+    def add_machine_flags(self):
+        """Add the flags that say how to compute, not what."""
         add = self.add_argument
-        datasets = ("shapes", "cifar10", "mnist", "folder")
-        add("--dataset", choices=datasets, default="shapes", help="folder: train/CLASS/*.jpg, test/CLASS/...")
-        add("--data-dir", default="data", metavar="DIR", help="where the files of a dataset lie")
-        add("--download", action="store_true", help="fetch cifar10 or mnist into --data-dir if missing")
-        add("--epochs", type=whole_number(1), default=5, metavar="N", help="passes over the training images")
-        add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images a process a step")
-        add("--lr", type=_positive, default=0.01, metavar="RATE", help="learning rate for a global batch of 256")
-        add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr x global batch / 256")
-        add("--workers", type=whole_number(0), metavar="N", help="loader processes; automatic: 0 for images in memory")
         add("--amp", choices=tuple(AMP_DTYPES), default="none", help="mixed precision")
         add("--channels-last", action="store_true", help="keep images as NHWC: faster with --amp on a GPU")
         add("--compile", action="store_true", help="compile the network with torch.compile")
-        add("--arch", default="resnet18", metavar="NAME", help="a torchvision network, or mnist_net")
-        add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
-        add("--seed", type=whole_number(0, 2**32), default=0, metavar="N", help="of weights, order, augmentation")
-        add("--limit", type=whole_number(1), metavar="N", help="use N training images only, for a quick try")
-        add("--log-file", metavar="FILE", help="append one JSON line an epoch to FILE")
-        add("--save", metavar="FILE", help="write the trained weights to FILE at the end")
 
     def parse_args(self, *args, **kwargs):
         args = super().parse_args(*args, **kwargs)
@@ -52,13 +40,37 @@ class Parser(argparse.ArgumentParser):
         if args.compile and not can_compile():
             install = "xcode-select --install" if sys.platform == "darwin" else "sudo apt-get install g++ python3-dev"
             self.error(f"argument --compile: no C++ compiler or no Python.h here; {install}, or leave --compile out")
-        for flag, path in (("--log-file", args.log_file), ("--save", args.save)):
+        for flag, path in (("--log-file", args.log_file), ("--save", getattr(args, "save", None))):
             if path is not None and (reason := _unwritable(path)):
                 self.error(f"argument {flag}: cannot write {path}: {reason}; name a file in a folder of yours")
         return args
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
+
+
+class Parser(BareParser):
+    """A parser with the flags that scripts 01 to 05 share."""
+
+    def __init__(self, doc):
+        super().__init__(doc)
+        add = self.add_argument
+        datasets = ("shapes", "cifar10", "mnist", "folder")
+        add("--dataset", choices=datasets, default="shapes", help="folder: train/CLASS/*.jpg, test/CLASS/...")
+        add("--data-dir", default="data", metavar="DIR", help="where the files of a dataset lie")
+        add("--download", action="store_true", help="fetch cifar10 or mnist into --data-dir if missing")
+        add("--epochs", type=whole_number(1), default=5, metavar="N", help="passes over the training images")
+        add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images a process a step")
+        add("--lr", type=number(above=0), default=0.01, metavar="RATE", help="learning rate for a global batch of 256")
+        add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr x global batch / 256")
+        add("--workers", type=whole_number(0), metavar="N", help="loader processes; automatic: 0 for images in memory")
+        self.add_machine_flags()
+        add("--arch", default="resnet18", metavar="NAME", help="a torchvision network, or mnist_net")
+        add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
+        add("--seed", type=whole_number(0, 2**32), default=0, metavar="N", help="of weights, order, augmentation")
+        add("--limit", type=whole_number(1), metavar="N", help="use N training images only, for a quick try")
+        add("--log-file", metavar="FILE", help="append one JSON line an epoch to FILE")
+        add("--save", metavar="FILE", help="write the trained weights to FILE at the end")
 
 
 def whole_number(least, most=math.inf):
@@ -77,15 +89,22 @@ def whole_number(least, most=math.inf):
     return parse
 
 
-def _positive(text):
-    """The type of a flag that takes a finite number above zero."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} given, expected a number above 0")
-    return number
+def number(above=None, least=0, below=math.inf):
+    """The type of a flag that takes a finite number: above `above`, or else of at least `least`; and below `below`."""
+    limits = f"above {above:g}" if above is not None else f"of {least:g} or more"
+    limits += f" and below {below:g}" if below < math.inf else ""
+
+    def parse(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        enough = value > above if above is not None else value >= least
+        if not enough or not value < below:
+            raise argparse.ArgumentTypeError(f"{text!r} given, expected a number {limits}")
+        return value
+
+    return parse
 
 
 def can_compile():

@@ -1,4 +1,4 @@
-"""Networks by name: torchvision's zoo, fitted to the dataset, a small one for MNIST, and synchronised batch norm."""
+"""Networks by name, fitted to the dataset: torchvision's, timm's, a small one for MNIST; synchronised batch norm."""
 
 import difflib
 
@@ -31,6 +31,8 @@ def build_model(args, dataset):
         net = torchvision.models.get_model(args.arch, num_classes=dataset.num_classes, **extra)
         if dataset.channels != 3:
             _replace_stem(net, dataset.channels)
+    elif args.arch.startswith("timm:"):
+        net = _build_timm(args.arch, dataset)
     else:
         near = difflib.get_close_matches(args.arch, [*ZOO, "mnist_net"], n=3) or ["resnet18", "mnist_net"]
         raise UserError(f"--arch {args.arch}: no such network in torchvision; did you mean {', '.join(near)}?")
@@ -136,6 +138,19 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return sum_over_ranks(gradient)
+
+
+def _build_timm(arch, dataset):
+    """A network of the timm package, which is not installed with the rest."""
+    try:
+        import timm
+    except ImportError:
+        raise UserError(f"--arch {arch}: timm is not installed; pip install timm") from None
+    name = arch.partition(":")[2]
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3) or ["resnet50"]
+        raise UserError(f"--arch {arch}: no such network in timm; did you mean {', '.join(f'timm:{n}' for n in near)}?")
+    return timm.create_model(name, num_classes=dataset.num_classes, in_chans=dataset.channels)
 
 
 def _replace_stem(net, channels):

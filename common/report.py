@@ -72,7 +72,7 @@ class Report:
             "seed": args.seed,
         } | environment(device)
         if args.log_file:
-            self.record["repeat"] = _count_repeats(args.log_file, self.record["command"])
+            self.record["repeat"] = count_repeats(args.log_file, self.record["command"])
 
     def print(self, line):
         if self.is_main:
@@ -270,7 +270,7 @@ def peak_memory():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _count_repeats(log, command):
+def count_repeats(log, command):
     """How often this command stands in a log already."""
     try:
         with open(log) as file:
