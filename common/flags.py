@@ -26,6 +26,10 @@ class BareParser(argparse.ArgumentParser):
 
         super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
 
+    def convert_arg_line_to_args(self, line):
+        """The flags in a line of a file that is named by @FILE; what follows a # is a comment."""
+        return line.partition("#")[0].split()
+
     def add_machine_flags(self):
         """Add the flags that say how to compute, not what."""
         add = self.add_argument

@@ -1,0 +1,246 @@
+"""Checkpoints: whole or not there, checked, the newest good one found, and nothing but data in them."""
+
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import need
+from ranks import context
+
+from common import checkpoint
+from common.checkpoint import BEST, Checkpoints, Damaged, Every, decode, load_weights, read_file, write_file
+from common.errors import UserError
+
+
+@pytest.fixture
+def open_checkpoints(tmp_path):
+    """A function (folder, keep) -> the Checkpoints of a world of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    opened = []
+
+    def open_checkpoints(folder=tmp_path / "checkpoints", keep=3):
+        opened.append(Checkpoints(str(folder), 0, 0, dist.group.WORLD, keep))
+        return opened[-1]
+
+    yield open_checkpoints
+    for checkpoints in opened:
+        checkpoints.thread.shutdown()
+    dist.destroy_process_group()
+
+
+def state(step, size=1000):
+    return {"step": step, "model": {"weight": torch.full((size,), float(step))}, "ema": None, "flags": {"arch": "x"}}
+
+
+def saved(checkpoints, *steps):
+    for step in steps:
+        checkpoints.save(state(step))
+    checkpoints.finish()
+    return Path(checkpoints.folder)
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_save_is_one_file_that_plain_torch_load_reads_too(open_checkpoints):
+    folder = saved(open_checkpoints(), 7)
+    assert names(folder) == ["step-00000007.pt"]
+    plain = torch.load(folder / "step-00000007.pt", weights_only=True)
+    assert plain["step"] == 7 and torch.equal(plain["model"]["weight"], torch.full((1000,), 7.0))
+    loaded, path = open_checkpoints(folder).load()
+    assert loaded["step"] == 7 and path == str(folder / "step-00000007.pt")
+
+
+def test_the_newest_few_are_kept_and_the_best(open_checkpoints):
+    checkpoints = open_checkpoints(keep=2)
+    checkpoints.save(state(1))
+    checkpoints.save(state(1), BEST)
+    folder = saved(checkpoints, 2, 3, 4)
+    assert names(folder) == [BEST, "step-00000003.pt", "step-00000004.pt"]
+    assert torch.equal(load_weights(str(folder / BEST))["weight"], torch.full((1000,), 1.0))
+
+
+def test_no_checkpoint_is_no_error(open_checkpoints):
+    checkpoints = open_checkpoints()
+    assert checkpoints.load() is None and not checkpoints.exist()
+
+
+class Code:
+    """A pickle that would write a file when it is loaded."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_one_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def make_a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def put_code_in(path):
+    write_file(str(path), {"step": 3, "model": Code(path.parent / "it-ran")})
+
+
+def put_a_number_in(path):
+    write_file(str(path), 42)
+
+
+DAMAGE = {
+    truncate: "no checksum at its end",
+    flip_one_bit: "its checksum is not that of its content",
+    empty: "it is empty",
+    make_a_folder: "Is a directory",
+    put_code_in: "it would run code",
+    put_a_number_in: "it holds a int, expected the state of a run",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(open_checkpoints, damage, caplog):
+    folder = saved(open_checkpoints(), 1, 2, 3)
+    damage(folder / "step-00000003.pt")
+    loaded, _ = open_checkpoints(folder).load()
+    assert loaded["step"] == 2
+    assert "step-00000003.pt" in caplog.text and DAMAGE[damage] in caplog.text
+    assert "using " in caplog.text and "step-00000002.pt" in caplog.text
+    assert not (folder / "it-ran").exists()
+
+
+def test_where_all_are_damaged_the_error_says_what_to_do(open_checkpoints):
+    checkpoints = open_checkpoints()
+    checkpoints.save(state(1), BEST)
+    folder = saved(checkpoints, 1, 2)
+    for path in folder.glob("step-*"):
+        truncate(path)
+    with pytest.raises(UserError, match=r"step-00000002.pt.*no checksum.*best.pt may do: cp .*best.pt"):
+        open_checkpoints(folder).load()
+
+
+def test_a_damaged_newer_file_does_not_cost_the_one_that_is_written_now(open_checkpoints):
+    folder = saved(open_checkpoints(), 1, 9)
+    truncate(folder / "step-00000009.pt")
+    checkpoints = open_checkpoints(folder, keep=1)
+    saved(checkpoints, 2)
+    assert names(folder) == ["step-00000002.pt", "step-00000009.pt"]
+
+
+def test_training_waits_for_the_copy_alone_and_may_change_its_weights_at_once(open_checkpoints, monkeypatch):
+    go_on, write = threading.Event(), checkpoint.write_file
+    monkeypatch.setattr(checkpoint, "write_file", lambda *given: (go_on.wait(30), write(*given)))
+    checkpoints, live = open_checkpoints(), state(1)
+    checkpoints.save(live)
+    assert names(checkpoints.folder) == [], "save() has returned, and nothing is written yet"
+    live["model"]["weight"].zero_()
+    go_on.set()
+    checkpoints.finish()
+    assert open_checkpoints(checkpoints.folder).load()[0]["model"]["weight"].eq(1).all()
+
+
+def write_for_ever(folder):
+    for step in range(1, 10**6):
+        write_file(f"{folder}/step-{step:08}.pt", state(step, size=500_000))
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_whole_checkpoints_alone(open_checkpoints, tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for k in range(4):
+        process = context.Process(target=write_for_ever, args=(folder,))
+        process.start()
+        while not (list(folder.glob("step-*")) and list(folder.glob(".*.tmp"))):
+            time.sleep(0.001)
+        time.sleep(0.003 * k)
+        process.kill()
+        process.join()
+        for path in folder.glob("step-*"):
+            decode(read_file(path))
+    loaded, _ = open_checkpoints(folder).load()
+    assert loaded["model"]["weight"].eq(loaded["step"]).all()
+    assert not list(folder.glob(".*")), "what a killed process has left is cleared away"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    need("a small disk needs root" if os.geteuid() else None)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    need(mounted.stderr if mounted.returncode else None)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_leaves_the_checkpoints_before_it_and_training_goes_on(open_checkpoints, small_disk, caplog):
+    checkpoints = open_checkpoints(small_disk)
+    checkpoints.save(state(1, size=100_000))
+    checkpoints.save(state(2, size=250_000))  # does not fit beside the first one
+    checkpoints.save(state(3, size=1000))
+    assert "step-00000002.pt: No space left on device; training goes on" in caplog.text
+    checkpoints.finish()
+    assert names(small_disk) == ["step-00000001.pt", "step-00000003.pt"]
+    checkpoints = open_checkpoints(small_disk)
+    checkpoints.save(state(4, size=250_000))
+    with pytest.raises(UserError, match="No space left on device; the checkpoints before it are whole: make room"):
+        checkpoints.finish()
+    assert open_checkpoints(small_disk).load()[0]["step"] == 3
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(open_checkpoints, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write to --checkpoints-path .*file/here.*name a folder of yours"):
+        open_checkpoints(tmp_path / "file/here")
+
+
+def test_weights_come_from_a_checkpoint_or_a_state_dict_and_from_nothing_else(tmp_path):
+    weights = {"weight": torch.ones(3)}
+    torch.save(weights, tmp_path / "plain.pt")
+    write_file(str(tmp_path / "whole.pt"), state(5) | {"ema": weights})
+    for name in ("plain.pt", "whole.pt"):
+        assert torch.equal(load_weights(str(tmp_path / name))["weight"], torch.ones(3)), "averaged ones first"
+    torch.save({"weight": Code(tmp_path / "it-ran")}, tmp_path / "code.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "text.pt").write_text("no weights")
+    for name in ("code.pt", "list.pt", "text.pt", "missing.pt", "."):
+        with pytest.raises(UserError, match=r"--weights .*expected a checkpoint of this script"):
+            load_weights(str(tmp_path / name))
+    assert not (tmp_path / "it-ran").exists()
+
+
+def test_every_counts_steps_or_seconds():
+    assert [step for step in range(1, 10) if Every("3").due(step)] == [3, 6, 9]
+    every = Every("1s")
+    assert not every.due(1)
+    every.last -= 1
+    assert every.due(2) and not every.due(3)
+    for text in ("0", "-1", "s", "1m", "1.5s", ""):
+        with pytest.raises(Exception, match="expected steps, as 100, or seconds, as 600s"):
+            Every(text)
+
+
+def test_a_file_that_is_not_there_is_damaged_too(tmp_path):
+    with pytest.raises(Damaged, match="No such file"):
+        read_file(tmp_path / "step-00000001.pt")
