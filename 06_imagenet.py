@@ -82,7 +82,9 @@ def parse_args():
     add("--keep", type=whole_number(1), default=3, metavar="N", help="checkpoints to keep, beside the best")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     add("--dist-init-method", choices=("auto", "env", "slurm"), default="auto", help="which launcher must have started")
-    add("--timeout", type=number(above=0), default=60, metavar="SECONDS", help="for a rank that does not answer")
+    add(
+        "--timeout", type=number(above=0), default=60, metavar="SECONDS", help="for a rank that does not come or answer"
+    )
     add("--print-every", type=whole_number(1), default=50, metavar="N", help="steps between lines")
     add("--log-file", metavar="FILE", help="append one JSON line an epoch to FILE")
     add("--tensorboard", metavar="DIR", help="write event files for TensorBoard")
@@ -117,7 +119,7 @@ def main(args):
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=args.timeout))
     train_set, val_set = build_datasets(args)
     steps = math.ceil(len(train_set) / args.batch_size)
-    checkpoints = Checkpoints(args.checkpoints_path, d.rank, d.local_rank, group, args.keep)
+    checkpoints = Checkpoints(args.checkpoints_path, d.rank, d.local_rank, group, args.keep, patience=args.timeout / 2)
     loaded = checkpoints.load() if args.resume else None
     state = check_resume(args, d, checkpoints, train_set, loaded)
     accumulate = state["accumulate"]
@@ -169,10 +171,14 @@ def main(args):
     votes = Votes(group)
 
     def test():
-        """Top-1 and top-5 accuracy in %, and how many images they are of; None if a signal came in between."""
+        """Top-1 and top-5 accuracy in %, and how many images they are of."""
         share_buffers(net, ema)
         counts = evaluate(tested, val_loader, val_damage, normalize, autocast, votes, d.device)
-        return counts and (100 * counts[0] / counts[2], 100 * counts[1] / counts[2], int(counts[2]))
+        if counts is None:
+            checkpoints.finish()
+            progress.close("stopped by a signal during a test: --resume tests again and goes on")
+            leave(d.launcher, stop)
+        return 100 * counts[0] / counts[2], 100 * counts[1] / counts[2], int(counts[2])
 
     def capture(step, totals, best):
         """All that a process must know to go on after a step; the same on every rank."""
@@ -195,8 +201,7 @@ def main(args):
     # 4. train and evaluate
     stop.training = True  # from now on a signal is noted, and no longer ends the process
     if args.evaluate:
-        if result := test():
-            progress.close("tested: top-1 {:.3f}%, top-5 {:.3f}%, {} images".format(*result))
+        progress.close("tested: top-1 {:.3f}%, top-5 {:.3f}%, {} images".format(*test()))
         return
     best, result = state["best"], None
     epoch = max(0, state["step"] - 1) // steps  # at the very end of an epoch: that one, which is still to be tested
@@ -241,23 +246,20 @@ def main(args):
                 damage.tell()
             if stopping or saving:
                 done = epoch * steps + step + 1
-                checkpoints.save(capture(done, sum_over_ranks(totals), best))
+                checkpoints.save(capture(done, sum_over_ranks(totals), best), last=stopping)
             if stopping:
                 checkpoints.finish()
                 progress.close(f"stopped by a signal after step {done}: saved, and --resume goes on")
                 leave(d.launcher, stop)
 
+        result = None
         if args.eval_every and ((epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs):
             result = test()
-            if result is None:
-                checkpoints.finish()
-                progress.close(f"stopped by a signal while testing epoch {epoch + 1}: --resume tests it and goes on")
-                leave(d.launcher, stop)
-            progress.show_epoch(*result)
             val_damage.tell()
-            if best is None or result[0] > best:
-                best = result[0]
-                checkpoints.save(capture((epoch + 1) * steps, torch.zeros(4), best), BEST)
+        progress.show_epoch(result)
+        if result and (best is None or result[0] > best):
+            best = result[0]
+            checkpoints.save(capture((epoch + 1) * steps, torch.zeros(4), best), BEST)
         epoch, first_step, totals = epoch + 1, 0, torch.zeros_like(totals)
 
     # 5. tear down

@@ -193,30 +193,34 @@ class Checkpoints:
         rank, local_rank: int.
         group: a gloo process group of all ranks.
         keep: int, how many to keep beside the best.
+        patience: seconds that a save may wait for the one before; the other ranks wait too, and have a timeout.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, folder, rank, local_rank, group, keep=3):
-        self.folder, self.rank, self.group, self.keep = folder, rank, group, keep
+    def __init__(self, folder, rank, local_rank, group, keep=3, patience=30):
+        self.folder, self.rank, self.group, self.keep, self.patience = folder, rank, group, keep, patience
         self.reads = local_rank == 0
         self.writes = self._choose_writers(local_rank)
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
         self.pending = None  # the save that is being written, as (name, future)
 
-    def save(self, state, name=None):
+    def save(self, state, name=None, last=False):
         """Copy a state and write it while training goes on; the copy is all that training waits for.
 
-        A save that fails is named in a warning; those before it stay, and training goes on.
+        A save that fails, or is left out because the disk is too slow, is named in a warning; those before it stay,
+        and training goes on.
 
         Args:
             state: dict with "step", int, and tensors on any device.
             name: BEST, or None for one of the newest.
+            last: wait for the one before, however long that takes, as no other will follow.
         """
-        self._finish_last(final=False)  # never two at a time: a slow disk slows training instead of filling memory
-        if self.writes:
-            name = name or f"step-{state['step']:08}.pt"
+        if not self.writes:
+            return
+        name = name or f"step-{state['step']:08}.pt"
+        if self._end_pending(None if last else self.patience):  # never two at a time, which would fill the memory
             self.pending = name, self.thread.submit(self._write, name, _to_cpu(state), state["step"])
 
     def finish(self):
@@ -225,7 +229,7 @@ class Checkpoints:
         Raises:
             UserError: the last save failed.
         """
-        self._finish_last(final=True)
+        self._end_pending(fatal=True)
         self.thread.shutdown()
 
     def load(self):
@@ -281,17 +285,23 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 os.remove(path)
 
-    def _finish_last(self, final):
+    def _end_pending(self, patience=None, fatal=False):
+        """Whether the save that is being written, if any, has ended within so many seconds, well or not."""
         if self.pending is None:
-            return
-        (name, future), self.pending = self.pending, None
+            return True
+        name, future = self.pending
+        if not concurrent.futures.wait([future], patience).done:
+            log.warning("still saving %s, after %g s: the next checkpoint is left out", name, patience)
+            return False
+        self.pending = None
         try:
             future.result()
         except OSError as error:
             failed = f"cannot save {os.path.join(self.folder, name)}: {error.strerror}"
-            if final:
+            if fatal:
                 raise UserError(f"{failed}; the checkpoints before it are whole: make room, then --resume") from None
             log.warning("%s; training goes on, and the checkpoints before it are whole", failed)
+        return True
 
     # Of all processes together
 

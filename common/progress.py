@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from common.report import count_repeats, environment, peak_memory, synchronize
+from common.report import count_repeats, environment, peak_memory, synchronize, warmup_steps
 
 COMMANDS = {
     "python": "python",
@@ -104,13 +104,16 @@ class Progress:
             first_step: int, above 0 when an earlier process has taken those before it.
             totals: float (4,), what that process has counted; see show_step.
         """
-        self.epoch, self.step = epoch, first_step
+        self.epoch, self.step, self.images = epoch, first_step, 0
         self.train_loss = self.train_top1 = self.seconds = None
-        self.line = self.begin = self._mark(totals)
+        self.before = totals.tolist()
+        self.begin = self.warm = self.line = self._mark()
         self.waited = self.waited_in_epoch = self.communicated_in_epoch = 0.0
         for step in range(first_step, self.steps):
             self.step = step
             yield step
+            if step + 1 - first_step == warmup_steps(self.steps - first_step):
+                self.warm = self._mark()
 
     def wait_for(self, batches):
         """The next of the batches, on the clock.
@@ -120,6 +123,7 @@ class Progress:
         asked = time.perf_counter()
         batch = next(batches)
         self.waited += time.perf_counter() - asked
+        self.images += len(batch[1])
         return batch
 
     def due(self):
@@ -134,55 +138,60 @@ class Progress:
                 over all ranks and since the epoch began.
             lr: float, of this step.
         """
-        mark = self._mark(totals)
-        seconds = mark[0] - self.line[0]
-        loss, top1, top5, images = ((a - b) for a, b in zip(mark[1], self.line[1], strict=True))
+        now = totals.tolist()  # note: this waits for the device
+        seconds, speed = time.perf_counter() - self.line[0], self._speed(self.line)
+        loss, top1, top5, images = (a - b for a, b in zip(now, self.before, strict=True))
         loss, top1, top5 = loss / max(1, images), 100 * top1 / max(1, images), 100 * top5 / max(1, images)
         communicated = self.communication.read()
         waiting, exchanging = self.waited / seconds, communicated / seconds
         done = self.epoch * self.steps + self.step + 1
-        a_step = (mark[0] - self.begin[0]) / (self.step + 1 - self.begin[2])
+        a_step = (time.perf_counter() - self.begin[0]) / (self.step + 1 - self.begin[2])
         left = (self.args.epochs * self.steps - done) * a_step
         self.print(
             f"   == step: [{self.step + 1:4}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | loss: {loss:.3f} | "
-            f"top-1: {top1:6.3f}% | {images / seconds:.0f} img/s | lr {lr:.4g} | data {waiting:.1%}, "
+            f"top-1: {top1:6.3f}% | {speed:.0f} img/s | lr {lr:.4g} | data {waiting:.1%}, "
             f"compute {max(0, 1 - waiting - exchanging):.1%}, communication {exchanging:.1%} | {duration(left)} left"
         )
         self._scalars(
             done,
             {"train/loss": loss, "train/top1": top1, "train/top5": top5, "train/lr": lr}
-            | {"speed/images_per_second": images / seconds, "speed/data": waiting, "speed/communication": exchanging},
+            | {"speed/images_per_second": speed, "speed/data": waiting, "speed/communication": exchanging},
         )
         self.waited_in_epoch += self.waited
         self.communicated_in_epoch += communicated
-        self.line, self.waited = self._mark(totals), 0.0
+        self.line, self.before, self.waited = self._mark(), now, 0.0
         if self.step + 1 == self.steps:
-            self.seconds = mark[0] - self.begin[0]
-            self.images_per_second = (mark[1][3] - self.begin[1][3]) / self.seconds
-            self.train_loss, self.train_top1 = mark[1][0] / mark[1][3], 100 * mark[1][1] / mark[1][3]
+            self.seconds, self.images_per_second = self.line[0] - self.begin[0], self._speed(self.warm)
+            self.train_loss, self.train_top1 = now[0] / now[3], 100 * now[1] / now[3]
 
-    def show_epoch(self, top1, top5, images):
-        """Print the test accuracy in %, and write the record of an epoch; `images` counts those that were tested."""
+    def show_epoch(self, result):
+        """Print the test accuracy, if there was a test, and write the record of an epoch.
+
+        Args:
+            result: (top-1 in %, top-5 in %, images tested) or None.
+        """
+        measured = {"epoch": self.epoch + 1}
         here = ""
-        if self.seconds:
+        if self.seconds:  # else the steps were another process's
             here = f" | {self.images_per_second:.0f} img/s, {self.waited_in_epoch / self.seconds:.1%} waiting for data"
-        self.print(
-            f"   == test: [{self.epoch + 1}/{self.args.epochs}] | top-1: {top1:6.3f}% | top-5: {top5:6.3f}% | "
-            f"{images} images{here}"
-        )
-        self._scalars((self.epoch + 1) * self.steps, {"test/top1": top1, "test/top5": top5})
+            measured |= {
+                "seconds": round(self.seconds, 3),
+                "images_per_second": round(self.images_per_second, 1),
+                "data_wait_share": round(self.waited_in_epoch / self.seconds, 4),
+                "communication_share": round(self.communicated_in_epoch / self.seconds, 4),
+                "train_loss": round(self.train_loss, 4),
+                "train_acc": round(self.train_top1, 3),
+                "peak_memory_mib": peak_memory() and round(peak_memory() / 2**20),
+            }
+        if result:
+            top1, top5, images = result
+            self.print(
+                f"   == test: [{self.epoch + 1}/{self.args.epochs}] | top-1: {top1:6.3f}% | top-5: {top5:6.3f}% | "
+                f"{images} images{here}"
+            )
+            self._scalars((self.epoch + 1) * self.steps, {"test/top1": top1, "test/top5": top5})
+            measured |= {"test_acc": round(top1, 3), "test_top5": round(top5, 3)}
         if self.d.is_main and self.args.log_file:
-            measured = {"epoch": self.epoch + 1, "test_acc": round(top1, 3), "test_top5": round(top5, 3)}
-            if self.seconds:  # else the steps were another process's
-                measured |= {
-                    "seconds": round(self.seconds, 3),
-                    "images_per_second": round(self.images_per_second, 1),
-                    "data_wait_share": round(self.waited_in_epoch / self.seconds, 4),
-                    "communication_share": round(self.communicated_in_epoch / self.seconds, 4),
-                    "train_loss": round(self.train_loss, 4),
-                    "train_acc": round(self.train_top1, 3),
-                    "peak_memory_mib": peak_memory() and round(peak_memory() / 2**20),
-                }
             with open(self.args.log_file, "a") as file:
                 file.write(json.dumps(self.record | measured) + "\n")
 
@@ -201,10 +210,15 @@ class Progress:
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()  # what is not on the disk is lost with the process
 
-    def _mark(self, totals):
-        """The time, once the device has finished what it was given; the totals; the step."""
+    def _mark(self):
+        """The time, once the device has finished what it was given; this process's images so far; the step."""
         synchronize(self.d.device)
-        return time.perf_counter(), totals.tolist(), self.step
+        return time.perf_counter(), self.images, self.step
+
+    def _speed(self, since):
+        """Images per second of all processes together since a mark."""
+        now, images, _ = self._mark()
+        return (images - since[1]) * self.d.world_size / (now - since[0])
 
 
 class CommunicationClock:

@@ -23,8 +23,8 @@ def open_checkpoints(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     opened = []
 
-    def open_checkpoints(folder=tmp_path / "checkpoints", keep=3):
-        opened.append(Checkpoints(str(folder), 0, 0, dist.group.WORLD, keep))
+    def open_checkpoints(folder=tmp_path / "checkpoints", keep=3, patience=30):
+        opened.append(Checkpoints(str(folder), 0, 0, dist.group.WORLD, keep, patience))
         return opened[-1]
 
     yield open_checkpoints
@@ -157,6 +157,19 @@ def test_training_waits_for_the_copy_alone_and_may_change_its_weights_at_once(op
     go_on.set()
     checkpoints.finish()
     assert open_checkpoints(checkpoints.folder).load()[0]["model"]["weight"].eq(1).all()
+
+
+def test_a_disk_that_is_too_slow_costs_a_checkpoint_and_not_the_run(open_checkpoints, monkeypatch, caplog):
+    go_on, write = threading.Event(), checkpoint.write_file
+    monkeypatch.setattr(checkpoint, "write_file", lambda *given: (go_on.wait(30), write(*given)))
+    checkpoints = open_checkpoints(patience=0.1)
+    for step in (1, 2):
+        checkpoints.save(state(step))
+    assert "still saving step-00000001.pt, after 0.1 s: the next checkpoint is left out" in caplog.text
+    threading.Timer(0.5, go_on.set).start()
+    checkpoints.save(state(3), last=True)
+    checkpoints.finish()
+    assert names(checkpoints.folder) == ["step-00000001.pt", "step-00000003.pt"]
 
 
 def write_for_ever(folder):

@@ -146,7 +146,7 @@ def test_a_signal_during_the_test_ends_it_and_the_resumed_run_tests_that_epoch(t
     options = [one_each, "--batch-size", 20, "--epochs", 1]
     ranks = train("run", 2, *options, prepare=send_a_signal_in_the_test)
     assert ranks.wait() == [AGAIN, AGAIN], ranks.output()
-    assert "stopped by a signal while testing epoch 1" in ranks.output() and "== test" not in ranks.output()
+    assert "stopped by a signal during a test" in ranks.output() and "== test" not in ranks.output()
     after = train("run", 2, *options, "--resume")
     assert after.wait() == [0, 0]
     assert "after step 2 of 2" in after.output() and "== step" not in after.output()
@@ -509,6 +509,6 @@ def test_sync_bn_with_one_process_is_said_to_do_nothing(train, one_each):
 def test_a_compiled_network_in_channels_last_trains_on_dummy_images(tmp_path):
     flags = ["--dummy", 40, "--batch-size", 20, "--epochs", 1, "--compile", "--channels-last", "--amp", "bf16"]
     flags += [*SMALL, "--arch", "mnist_net", "--timeout", 120, "--checkpoints-path", tmp_path]
-    ranks = Ranks(tmp_path, 2, flags)
-    assert ranks.wait(240) == [0, 0], ranks.output()
+    ranks = Ranks(tmp_path, 1, flags)
+    assert ranks.wait(240) == [0], ranks.output()
     assert "dummy 40: 40 train and 1 test images, 1000 classes" in ranks.output()

@@ -2,6 +2,7 @@
 
 python tools/bench.py input    what feeding the network costs
 python tools/bench.py ddp      what DistributedDataParallel costs, and what it gives
+python tools/bench.py train    what 06 costs beside the bare step, and a checkpoint
 """
 
 import sys
@@ -11,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import one_line_errors
 from common.flags import Parser, whole_number
-from tools import bench_ddp, bench_input
+from tools import bench_ddp, bench_input, bench_train
 
-BENCHES = {"input": bench_input, "ddp": bench_ddp}
+BENCHES = {"input": bench_input, "ddp": bench_ddp, "train": bench_train}
 
 
 def parse_args():

@@ -32,6 +32,11 @@ STEPS = {
         "03_mnmc_ddp_launch.py", ("docstring", "imports", "parse_args", "main", "0", "start")
     ),
     "05_mnmc_ddp_slurm.py": Step("03_mnmc_ddp_launch.py", ("docstring", "imports", "parse_args", "0")),
+    # Not a step but a flight of stairs: the sections are what it shares with the rest.
+    "06_imagenet.py": Step(
+        "03_mnmc_ddp_launch.py",
+        ("docstring", "imports", "parse_args", "main", "0", "1", "2", "3", "4", "5"), 450, 90, 60
+    ),
 }  # fmt: skip
 
 SECTIONS = {  # name -> how its first line begins

@@ -39,6 +39,11 @@ LADDER = [
         "the same, started by Slurm",
         "srun --nodes=2 --ntasks-per-node=2 python 05_mnmc_ddp_slurm.py",
     ),
+    (
+        "06_imagenet.py",
+        "a real training: checkpoints, processes that come and go, recipes",
+        "torchrun --nproc-per-node=2 06_imagenet.py data/imagenet",
+    ),
 ]
 
 

@@ -1,0 +1,160 @@
+"""train: what 06 costs beside the bare step. Runs in turn, each in a process of its own, --repeats times over:
+    bare          forward, backward and step on one batch that never moves
+    dummy         06_imagenet.py --dummy: all of the script but the reading of images
+    checkpoints   the same with a checkpoint every --every steps
+    files         06_imagenet.py on the JPEGs of --data-dir
+Ratios are of runs next to each other. The cost of a checkpoint is what it adds to the run, given for one every 100
+steps. On a CPU, then the loader alone with one worker, against PIL images transformed one by one.
+
+    python tools/bench.py train --data-dir data/imagenet-mini --batch-size 32 --image-size 224
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torchvision
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+from torchvision import transforms as T
+
+from common.elastic import GlobalBatches
+from common.errors import UserError
+from common.flags import AMP_DTYPES, whole_number
+from common.imagenet import MEAN, STD, Images, build_loader
+from common.models import build_model
+from common.report import environment, peak_memory, synchronize, warmup_steps
+from tools.measure import ROOT, pick_device, spread, write
+
+RUNS = ("bare", "dummy", "checkpoints", "files")
+
+
+def add_flags(parser):
+    parser.add_argument("--image-size", type=whole_number(16), default=224, metavar="N", help="train: pixels a side")
+    parser.add_argument("--steps", type=whole_number(20), default=40, metavar="N", help="train: of each run")
+    parser.add_argument("--every", type=whole_number(1), default=10, metavar="N", help="train: steps a checkpoint")
+    parser.add_argument("--bare", action="store_true", help="train: run the bare step here, and print JSON")
+
+
+def main(args):
+    if args.bare:
+        print(json.dumps(bare(args)))
+        return
+    env = environment(pick_device())
+    print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs of each, in turn")
+    has_files = os.path.isdir(os.path.join(args.data_dir, "train"))
+    runs = {name: [] for name in RUNS if has_files or name != "files"}
+    settings = {"image_size": args.image_size, "steps": args.steps, "every": args.every, "workers": args.workers}
+    for repeat in range(args.repeats):
+        for name in runs:
+            run = run_one(name, args)
+            runs[name].append(run)
+            write(args, env, bench="train", run=name, repeat=repeat, **settings, **run)
+            print(f"   run {repeat + 1}: {name:12} {run['images_per_second']:9.1f} img/s", flush=True)
+
+    print(f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   against the bare step, median (range)")
+    for name, some in runs.items():
+        speeds = [run["images_per_second"] for run in some]
+        ratios = [speed / run["images_per_second"] for speed, run in zip(speeds, runs["bare"], strict=True)]
+        memory = max(run["peak_memory_mib"] for run in some)
+        print(f"{name:12} {spread(speeds, '.1f'):>28} {memory:8} MiB   {spread(ratios, '.3f')}")
+    costs = [checkpoint_cost(*pair, args) for pair in zip(runs["dummy"], runs["checkpoints"], strict=True)]
+    print(f"a checkpoint every 100 steps costs {spread([100 * cost for cost in costs], '.2f')} % of the time")
+    if has_files:
+        compare_loaders(args, env)
+
+
+def checkpoint_cost(without, with_checkpoints, args):
+    """The share of time that one checkpoint every 100 steps takes: what one adds, over the time of 100 steps."""
+    step, longer = (args.batch_size / run["images_per_second"] for run in (without, with_checkpoints))
+    return (longer - step) * args.every / (100 * step)
+
+
+def run_one(name, args):
+    """Run one loop in a process of its own: its images per second and its peak memory."""
+    shared = ["--arch", args.arch, "--batch-size", args.batch_size, "--amp", args.amp, "--image-size", args.image_size]
+    shared += ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log.jsonl")
+        if name == "bare":
+            command = [ROOT / "tools/bench.py", "train", "--bare", "--steps", args.steps, *shared]
+        else:
+            command = [ROOT / "06_imagenet.py", *shared, "--eval-every", 0, "--log-file", log, "--workers"]
+            command += [args.workers if name == "files" and args.workers is not None else 2 if name == "files" else 0]
+            command += ["--checkpoints-path", Path(folder, "checkpoints")]
+            command += ["--checkpoint-every", args.every if name == "checkpoints" else 10**6]
+            if name == "files":
+                images = len(Images(os.path.join(args.data_dir, "train"), args.image_size))
+                epochs = max(1, round(args.steps * args.batch_size / images))
+                command += [args.data_dir, "--epochs", epochs]
+            else:
+                command += ["--dummy", args.steps * args.batch_size, "--epochs", 1]
+        done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            raise UserError(f"the run {name!r} ended with exit code {done.returncode}; its message stands above")
+        last = (done.stdout if name == "bare" else log.read_text()).splitlines()[-1]
+    record = json.loads(last)
+    return {key: record[key] for key in ("images_per_second", "peak_memory_mib")}
+
+
+def bare(args):
+    """The step alone, again and again on one batch; the first steps are left out."""
+    device = pick_device()
+    torch.backends.cudnn.benchmark = True
+    torch.manual_seed(0)
+    dataset = SimpleNamespace(channels=3, image_size=(args.image_size, args.image_size), num_classes=1000)
+    net = build_model(args, dataset).to(device)
+    if args.compile:
+        net.compile()
+    images = torch.randn(args.batch_size, 3, *dataset.image_size, device=device)
+    images = images.to(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+    targets = torch.randint(1000, (args.batch_size,), device=device)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-5)
+    autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    for step in range(args.steps):
+        optimizer.zero_grad()
+        with autocast:
+            loss = criterion(net(images), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step + 1 == warmup_steps(args.steps):
+            synchronize(device)
+            begin = time.perf_counter()
+    synchronize(device)
+    seconds = time.perf_counter() - begin
+    speed = (args.steps - warmup_steps(args.steps)) * args.batch_size / seconds
+    return {"images_per_second": speed, "peak_memory_mib": round((peak_memory() or 0) / 2**20)}
+
+
+def compare_loaders(args, env):
+    """Print the speed of one loader worker, ours against the classic pipeline, no training."""
+    ours = Images(os.path.join(args.data_dir, "train"), args.image_size, seed=0)
+    steps = max(1, min(len(ours), args.steps * args.batch_size) // args.batch_size)
+    images = steps * args.batch_size
+    mean, std = ([level / 255 for level in levels] for levels in (MEAN, STD))
+    crop = [T.RandomResizedCrop(args.image_size), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)]
+    folder = torchvision.datasets.ImageFolder(os.path.join(args.data_dir, "train"), T.Compose(crop))
+    batches = GlobalBatches(images, args.batch_size, 0, 1)
+    classic = DataLoader(Subset(folder, range(images)), args.batch_size, num_workers=1, persistent_workers=True)
+    loaders = {"classic loader": classic, "our loader": build_loader(ours, batches, 1, 1)}
+    speeds = {name: [] for name in loaders}
+    for repeat in range(args.repeats + 1):
+        for name, loader in loaders.items():
+            begin = time.perf_counter()
+            done = sum(len(batch[1]) for batch in loader)
+            if repeat > 0:  # the first pass starts the worker and fills the cache of files
+                speeds[name].append(done / (time.perf_counter() - begin))
+                write(args, env, bench="train", run=name, repeat=repeat - 1, images_per_second=speeds[name][-1])
+    ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]
+    print(f"\nloaders alone, one worker: classic {statistics.median(speeds['classic loader']):.0f} img/s, "
+          f"ours {statistics.median(speeds['our loader']):.0f}, ratio {spread(ratios, '.2f')}")  # fmt: skip
