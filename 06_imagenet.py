@@ -16,7 +16,7 @@ Under any launcher that setup_distributed knows, here with up to 3 restarts afte
 Files to edit and start, for machines with and without Slurm: launch/.
 """
 
-from common.stop import end_with_parent, stop  # isort: skip, before torch: a signal must not kill while that loads
+from common.stop import end_with_torchrun, stop  # isort: skip, before torch: a signal must not kill while that loads
 
 import contextlib
 import datetime
@@ -82,9 +82,7 @@ def parse_args():
     add("--keep", type=whole_number(1), default=3, metavar="N", help="checkpoints to keep, beside the best")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     add("--dist-init-method", choices=("auto", "env", "slurm"), default="auto", help="which launcher must have started")
-    add(
-        "--timeout", type=number(above=0), default=60, metavar="SECONDS", help="for a rank that does not come or answer"
-    )
+    add("--timeout", type=number(above=0), default=60, metavar="SECONDS", help="for ranks that do not come or answer")
     add("--print-every", type=whole_number(1), default=50, metavar="N", help="steps between lines")
     add("--log-file", metavar="FILE", help="append one JSON line an epoch to FILE")
     add("--tensorboard", metavar="DIR", help="write event files for TensorBoard")
@@ -103,10 +101,9 @@ def parse_args():
 @cleaned_up()
 def main(args):
     # 0. set up
+    end_with_torchrun()
     d = setup_distributed(timeout=datetime.timedelta(seconds=args.timeout))
-    if d.launcher == "torchrun":
-        end_with_parent()
-        check_restarts(d, args.resume or args.evaluate)
+    check_restarts(d, args.resume or args.evaluate)
     expected = {"env": ("torchrun", "nodes"), "slurm": ("srun",)}.get(args.dist_init_method, (d.launcher,))
     if d.launcher not in expected:
         command = "srun python" if args.dist_init_method == "slurm" else "torchrun --nproc-per-node=2"
@@ -127,12 +124,11 @@ def main(args):
 
     # 1. define network
     torch.manual_seed(args.seed)  # the same weights in every process
-    net = build_model(args, train_set)
+    net = build_model(args, train_set).to(d.device)
     if args.weights:
         load_into(net, load_weights(args.weights), args.weights)
     if args.sync_bn and d.world_size > 1:
         net = convert_sync_batchnorm(net)
-    net = net.to(d.device)
     ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(args.ema), use_buffers=True) if args.ema else None
     if args.compile:
         net.compile()
@@ -178,6 +174,7 @@ def main(args):
             checkpoints.finish()
             progress.close("stopped by a signal during a test: --resume tests again and goes on")
             leave(d.launcher, stop)
+        val_damage.tell()
         return 100 * counts[0] / counts[2], 100 * counts[1] / counts[2], int(counts[2])
 
     def capture(step, totals, best):
@@ -204,21 +201,20 @@ def main(args):
         progress.close("tested: top-1 {:.3f}%, top-5 {:.3f}%, {} images".format(*test()))
         return
     best, result = state["best"], None
-    epoch = max(0, state["step"] - 1) // steps  # at the very end of an epoch: that one, which is still to be tested
-    first_step = state["step"] - epoch * steps
-    totals = state["totals"].to(d.device)
-    while epoch < args.epochs:
+    first_epoch = max(0, state["step"] - 1) // steps  # at the end of an epoch that one, which is still to be tested
+    first_step = state["step"] - first_epoch * steps
+    counted = state["totals"]  # in the epoch so far, by an earlier process
+    for epoch in range(first_epoch, args.epochs):
         net.train()
+        totals = counted.to(d.device) if d.is_main else torch.zeros(4, device=d.device)
         train_batches.set_epoch(epoch, first_step)
         batches = on_device(train_loader, d.device, damage)
-        for step in progress.epoch_steps(epoch, first_step, totals):
-            if step == first_step and not d.is_main:
-                totals = torch.zeros_like(totals)  # what came before counts once
+        for step in progress.epoch_steps(epoch, first_step, counted):
             save_due = step + 1 == steps or args.checkpoint_every.due(step + 1)
-            votes.cast(stop.signal, save_due if d.is_main else False)
+            votes.cast(stop.signal, d.is_main and save_due)
             lr = learning_rate(args, epoch + step / steps)
-            for group_of_weights in optimizer.param_groups:
-                group_of_weights["lr"] = lr
+            for weights in optimizer.param_groups:
+                weights["lr"] = lr
             optimizer.zero_grad()
             for micro in range(accumulate):
                 images, targets = progress.wait_for(batches)
@@ -255,12 +251,11 @@ def main(args):
         result = None
         if args.eval_every and ((epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs):
             result = test()
-            val_damage.tell()
         progress.show_epoch(result)
         if result and (best is None or result[0] > best):
             best = result[0]
             checkpoints.save(capture((epoch + 1) * steps, torch.zeros(4), best), BEST)
-        epoch, first_step, totals = epoch + 1, 0, torch.zeros_like(totals)
+        first_step, counted = 0, torch.zeros(4)
 
     # 5. tear down
     checkpoints.finish()

@@ -29,13 +29,13 @@ class Stop:
             sys.exit(AGAIN)
 
 
-def end_with_parent():
-    """Kill this process when the one that has started it is gone; on Linux alone.
+def end_with_torchrun():
+    """Kill this process when the torchrun that has started it is gone; on Linux alone.
 
-    For the workers of torchrun: one that is killed itself (SIGKILL) cannot end them, and they would go on training
-    and writing checkpoints beside those that replace them.
+    A torchrun that is killed itself (SIGKILL) cannot end its workers, which would go on training and writing
+    checkpoints beside those that replace them.
     """
-    if sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of linux/prctl.h
         if os.getppid() != parent:  # it went before that

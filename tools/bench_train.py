@@ -32,6 +32,7 @@ from common.imagenet import MEAN, STD, Images, build_loader
 from common.models import build_model
 from common.report import environment, peak_memory, synchronize, warmup_steps
 from tools.measure import ROOT, pick_device, spread, write
+from tools.tables import checkpoint_cost
 
 RUNS = ("bare", "dummy", "checkpoints", "files")
 
@@ -65,16 +66,11 @@ def main(args):
         ratios = [speed / run["images_per_second"] for speed, run in zip(speeds, runs["bare"], strict=True)]
         memory = max(run["peak_memory_mib"] for run in some)
         print(f"{name:12} {spread(speeds, '.1f'):>28} {memory:8} MiB   {spread(ratios, '.3f')}")
-    costs = [checkpoint_cost(*pair, args) for pair in zip(runs["dummy"], runs["checkpoints"], strict=True)]
+    pairs = zip(runs["dummy"], runs["checkpoints"], strict=True)
+    costs = [checkpoint_cost(*(run["images_per_second"] for run in pair), vars(args)) for pair in pairs]
     print(f"a checkpoint every 100 steps costs {spread([100 * cost for cost in costs], '.2f')} % of the time")
     if has_files:
         compare_loaders(args, env)
-
-
-def checkpoint_cost(without, with_checkpoints, args):
-    """The share of time that one checkpoint every 100 steps takes: what one adds, over the time of 100 steps."""
-    step, longer = (args.batch_size / run["images_per_second"] for run in (without, with_checkpoints))
-    return (longer - step) * args.every / (100 * step)
 
 
 def run_one(name, args):

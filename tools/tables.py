@@ -197,13 +197,94 @@ def launch():
     return by_hardware([r for r in records("ddp") if r["bench"] == "launch"], block)
 
 
+def imagenet():
+    """The last epoch of every run in results/imagenet."""
+
+    def block(runs):
+        last = {r["started"]: r for r in runs}
+        first = {r["started"]: r for r in reversed(runs)}
+        rows = [
+            (
+                f"`{_command(r)}`",
+                f"{first[started]['train_loss']:.2f} -> {r['train_loss']:.2f}",
+                f"{r['test_acc']:.2f} %, {r['test_top5']:.2f} %",
+                f"{r['images_per_second']:.0f}",
+                f"{100 * r['data_wait_share']:.1f} %, {100 * r['communication_share']:.1f} %",
+            )
+            for started, r in last.items()
+        ]
+        head = ("command", "train loss", "test top-1, top-5", "images/s", "waiting for data, for gradients")
+        return table(head, rows)
+
+    return by_hardware(records("imagenet"), block)
+
+
+def _command(r):
+    """The command of a record, without where it wrote."""
+    return re.sub(r" --(log-file|checkpoints-path|tensorboard) \S+", "", r["command"])
+
+
+def train():
+    """What 06 costs beside the bare step: tools/bench.py train."""
+
+    def block(lines):
+        parts = []
+        for command in dict.fromkeys(r["command"] for r in lines):
+            runs = {}
+            for r in (r for r in lines if r["command"] == command):
+                runs.setdefault(r["run"], []).append(r)
+            rows = []
+            for name, some in runs.items():
+                base = runs["classic loader" if "loader" in name else "bare"]
+                speeds = [r["images_per_second"] for r in some]
+                ratios = [a / b["images_per_second"] for a, b in zip(speeds, base, strict=True)]
+                memory = f"{max(r['peak_memory_mib'] for r in some)} MiB" if "peak_memory_mib" in some[0] else ""
+                ratio = _spread(ratios, ".3f") if some is not base else ""
+                rows.append((name, _spread(speeds, ".1f"), ratio, memory))
+            head = ("run", "images/s, median (range)", "against the bare step (the classic loader)", "peak memory")
+            parts.append(f"`{command.partition(' --log')[0]}`, {len(base)} runs of each:\n\n{table(head, rows)}")
+            costs = [
+                100 * checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
+                for without, saving in zip(runs["dummy"], runs["checkpoints"], strict=True)
+            ]
+            parts.append(f"A checkpoint every 100 steps costs {_spread(costs, '.2f')} % of the time.")
+        return "\n\n".join(parts)
+
+    return by_hardware(records("train"), block)
+
+
+def checkpoint_cost(without, saving, r):
+    """The share of time that a checkpoint every 100 steps takes: what one adds, over the time of 100 steps.
+
+    Args:
+        without, saving: images per second of runs without checkpoints, and with one every r["every"] steps.
+    """
+    return (without / saving - 1) * r["every"] / 100
+
+
+def drill():
+    """What happens to a training when something fails: the last run of each of tools/drill.py."""
+    from tools.drill import DRILLS
+
+    def block(lines):
+        rows = []
+        for r in {r["drill"]: r for r in lines}.values():
+            what, world = DRILLS[r["drill"]].__doc__, f"{r['before']} -> {r['after']}"
+            rows.append((f"`{r['drill']}`", what, r["steps_lost"], f"{r['seconds']:.1f} s", world))
+        last = lines[-1]
+        how = f"A checkpoint every {last['checkpoint_every']} steps, --timeout {last['timeout']}:"
+        return f"{how}\n\n{table(('drill', 'what happens', 'steps lost', 'until the next step', 'processes'), rows)}"
+
+    return by_hardware(records("drill"), block)
+
+
 def _spread(values, form):
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def render(text):
     """The text with every table made anew."""
-    make = {f.__name__: f for f in (ladder, cifar10, first_runs, input, ddp, launch)}
+    make = {f.__name__: f for f in (ladder, cifar10, first_runs, input, ddp, launch, imagenet, train, drill)}
     pattern = r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)"
     return re.sub(pattern, lambda m: f"{m[1]}\n{make[m[2]]()}\n{m[3]}", text, flags=re.S)
 
