@@ -1,7 +1,7 @@
-"""Ranks of 06 without the seconds of importing torch: forked from a process that has imported it already.
+"""Ranks of a script without the seconds of importing torch: forked from a process that has imported it already.
 
-They are real processes that join a real process group, and can be killed. Each tells what it trains on, line by line:
-one for every micro-batch, with its epoch, step, rate and targets.
+They are real processes that join a real process group, and can be killed. Each of 06 tells what it trains on, line by
+line: one for every micro-batch, with its epoch, step, rate and targets.
 """
 
 import json
@@ -32,13 +32,15 @@ class Ranks:
     Args:
         folder: Path, for their output and what they tell; the runs of one folder add to each other.
         world_size: int.
-        flags: of 06_imagenet.py.
+        flags: of the script.
         kill: {rank: global step} at which one kills itself.
         nodes: int, how many machines to pretend.
+        env: more variables.
         prepare: a function of the rank, called in each process before the script.
+        script: which to run; one outside of the repository too.
     """
 
-    def __init__(self, folder, world_size, flags, kill=None, nodes=1, env=None, prepare=None):
+    def __init__(self, folder, world_size, flags, kill=None, nodes=1, env=None, prepare=None, script="06_imagenet.py"):
         self.folder, here = folder, world_size // nodes
         self.run = len(list(folder.glob("run*-rank0.out")))
         port, self.processes = free_port(), []
@@ -47,7 +49,7 @@ class Ranks:
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1} | (env or {})
             out = self._out(rank)
             step = (kill or {}).get(rank)
-            arguments = variables, [str(flag) for flag in flags], out, step, prepare
+            arguments = script, variables, [str(flag) for flag in flags], out, step, prepare
             self.processes.append(context.Process(target=_run, args=arguments))
         for process in self.processes:
             process.start()
@@ -102,17 +104,18 @@ def told(folder):
     return last
 
 
-def _run(env, flags, out, kill, prepare):
+def _run(script, env, flags, out, kill, prepare):
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update({name: str(value) for name, value in env.items()})
     os.chdir(ROOT)
-    sys.argv = ["06_imagenet.py", *flags]
-    _tell(out, kill)
+    sys.argv = [os.path.basename(script), *flags]
+    if script == "06_imagenet.py":
+        _tell(out, kill)
     if prepare:
         prepare(env["RANK"])
-    runpy.run_path(str(ROOT / "06_imagenet.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
 def _tell(out, kill):

@@ -13,7 +13,7 @@ import pytest
 from conftest import ALL_SCRIPTS, ROOT, start
 from torch.distributed.run import get_args_parser
 
-from tools import bench_ddp, steps, tables
+from tools import bench_ddp, drill, steps, tables
 
 
 def make(*arguments, cwd=ROOT, env=None):
@@ -136,6 +136,27 @@ def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path)
     assert re.search(rf"^  1 processes +{launch['seconds']:.1f} \(", out, re.M)
 
 
+def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_path):
+    log = tmp_path / "bench.jsonl"
+    given = ["--arch", "mnist_net", "--image-size", 16, "--batch-size", 2, "--steps", 20, "--every", 5, "--repeats", 1]
+    process = start("tools/bench.py", "train", *given, "--data-dir", large_folder, "--log-file", log)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    speeds = {r["run"]: r["images_per_second"] for r in records}
+    assert list(speeds) == ["bare", "dummy", "checkpoints", "files", "classic loader", "our loader"]
+    for run in ("dummy", "checkpoints", "files"):
+        assert re.search(rf"^{run} +{speeds[run]:.1f} \(.* MiB +{speeds[run] / speeds['bare']:.3f} \(", out, re.M)
+    cost = 100 * tables.checkpoint_cost(speeds["dummy"], speeds["checkpoints"], {"every": 5})
+    assert f"a checkpoint every 100 steps costs {cost:.2f} (" in out
+    assert f"ratio {speeds['our loader'] / speeds['classic loader']:.2f} (" in out
+
+
+def test_a_checkpoint_costs_what_it_adds_to_the_steps_between_two():
+    # 10 images a step: 1 s without, 1.05 s with a checkpoint every 10 steps. So one takes 0.5 s, of 100 s.
+    assert tables.checkpoint_cost(10, 10 / 1.05, {"every": 10}) == pytest.approx(0.005)
+
+
 # tools/steps.py
 
 
@@ -206,6 +227,35 @@ def test_mnist_is_recorded_above_98_percent_after_two_epochs():
 def test_shapes_is_recorded_above_90_percent_after_five_epochs():
     runs = [r for r in tables.records("first_runs") if (r["dataset"], r["limit"]) == ("shapes", None)]
     assert runs and all(r["test_acc"] > 90 for r in runs if r["epoch"] == 5)
+
+
+def test_06_is_recorded_at_the_speed_of_the_bare_step_and_its_loader_faster_than_the_classic_one():
+    runs = {}
+    for r in tables.records("train"):
+        runs.setdefault((r["device"], r["command"]), {}).setdefault(r["run"], []).append(r["images_per_second"])
+    for speeds in runs.values():
+
+        def ratio(ours, other, speeds=speeds):
+            return statistics.median(a / b for a, b in zip(speeds[ours], speeds[other], strict=True))
+
+        assert ratio("dummy", "bare") >= 0.97
+        assert "files" not in speeds or ratio("our loader", "classic loader") >= 1.4
+    assert runs
+
+
+def test_06_is_recorded_above_60_percent_on_cifar10_and_with_a_falling_loss_on_imagenet():
+    runs = tables.records("imagenet")
+    assert max(r["test_acc"] for r in runs if r["dataset"] == "data/cifar10") > 60
+    losses = [r["train_loss"] for r in runs if r["dataset"] == "data/imagenet-mini"]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_no_drill_is_recorded_that_failed_or_lost_more_than_it_may():
+    runs = {r["drill"]: r for r in tables.records("drill")}
+    assert set(runs) == set(drill.DRILLS)
+    for name, r in runs.items():
+        assert not r["failed"] and r["steps_lost"] <= (2 if name == "damage" else 1) * r["checkpoint_every"]
+    assert runs["kills"]["kills"] >= 20 and runs["join"]["steps_lost"] == 0
 
 
 def test_the_input_pipeline_is_recorded_as_fast_as_the_step_allows():
