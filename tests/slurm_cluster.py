@@ -50,13 +50,18 @@ SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
 ReturnToService=2
 MinJobAge=1000000
-KillWait=5
+KillWait=30
 InactiveLimit=0
 MessageTimeout=30
 TCPTimeout=10
 BatchStartTimeout=60
 SlurmdTimeout=120
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 NODE = "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=64000 State=UNKNOWN\n"
 
@@ -184,7 +189,8 @@ class SlurmCluster:
 
     def _states(self):
         with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a slurmctld that is not there
-            return self.run("sinfo", "--noheader", "--Node", "--format=%T", timeout=5).stdout.split()
+            shown = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T", timeout=5)
+            return shown.stdout.split()
         return []
 
     def _wait_until(self, happened, deadline):
@@ -287,6 +293,14 @@ class SlurmCluster:
         shown = self.show(job)
         code, by_signal = map(int, shown["ExitCode"].split(":"))
         return shown["JobState"], -by_signal if by_signal else code
+
+    def restart(self, job, timeout=120):
+        """Start a job as soon as it has been requeued; Slurm would let it wait until its credentials have expired."""
+        wait_until(lambda: self.show(job)["JobState"] in ["PENDING", *ENDED], timeout)
+        if (state := self.show(job)["JobState"]) != "PENDING":
+            raise RuntimeError(f"job {job} is {state} after {timeout} s or less, not requeued:\n{self.output(job)}")
+        # Nodes refuse credentials that are as old, in whole seconds, as those that they have revoked, or older.
+        self.run("scontrol", "update", f"jobid={job}", "StartTime=now+2seconds")
 
     def cancel(self, job):
         """Ask for a job's end, which wait() waits for."""
