@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import hosts as hosts_module
 import numpy as np
 import pytest
 import slurm_cluster as slurm_cluster_module
@@ -19,9 +18,11 @@ from PIL import Image
 
 from common.distributed import free_port
 from common.flags import Parser
+from tools import hosts as hosts_module
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["01_snsc.py", "02_snmc_dp.py", "03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py", "05_mnmc_ddp_slurm.py"]
+ALL_SCRIPTS = [*SCRIPTS, "06_imagenet.py"]  # which has flags of its own
 IN_PROCESS = [script for script in SCRIPTS if script != "04_mnmc_ddp_mp.py"]  # what `run` can run
 QUICK = ["--arch", "mnist_net", "--batch-size", "8", "--dataset", "folder", "--data-dir"]  # and a folder: 3 steps
 

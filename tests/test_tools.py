@@ -190,7 +190,8 @@ def test_the_tables_of_the_readme_are_fresh():
 def commands():
     """Every command line of the README and the docstrings that starts a script: (launcher, script, flags)."""
     texts = [(ROOT / "README.md").read_text(), *(runpy.run_path(str(ROOT / s))["__doc__"] for s in ALL_SCRIPTS)]
-    found = re.findall(r"\b((?:python|torchrun|srun) [^`\n|]*?)(\d\d_\w+\.py)([^`\n#|]*)", "\n".join(texts).replace("\\\n", ""))
+    text = "\n".join(texts).replace("\\\n", "")  # a line that goes on in the next one
+    found = re.findall(r"\b((?:python|torchrun|srun) [^`\n|]*?)(\d\d_\w+\.py)([^`\n#|]*)", text)
     return sorted({tuple(part.strip() for part in line) for line in found})
 
 

@@ -1,4 +1,4 @@
-"""Several hosts on this one machine, for tests of launches over a network.
+"""Several hosts on this one machine, for tests and drills of launches over a network.
 
 Each host is a network namespace with an address of its own, joined to the others by a bridge that lies in one more
 namespace, so that the machine's own network stays as it is. What starts on a host sees the host's name as its own,
@@ -6,6 +6,7 @@ and every host's name in /etc/hosts.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -45,11 +46,14 @@ def ip(*arguments):
 class Hosts:
     """Hosts that live as long as their `with` block: host1 at 10.77.0.1, host2 at 10.77.0.2 and so on."""
 
+    counter = itertools.count()
+
     def __init__(self, count=2):
+        own = f"{os.getpid()}-{next(self.counter)}"  # there may be several networks of hosts at a time
         self.names = [f"host{i}" for i in range(1, count + 1)]
         self.addresses = [f"10.77.0.{i}" for i in range(1, count + 1)]
-        self.namespaces = [f"{name}-{os.getpid()}" for name in self.names]
-        self.switch = f"switch-{os.getpid()}"
+        self.namespaces = [f"{name}-{own}" for name in self.names]
+        self.switch = f"switch-{own}"
         self.folder = None
 
     def __enter__(self):
@@ -90,22 +94,35 @@ class Hosts:
         if self.folder:
             self.folder.cleanup()
 
+    def pids(self, host):
+        """The processes of a host."""
+        return [int(pid) for pid in ip("netns", "pids", self.namespaces[host]).split()]
+
     def kill(self, host):
         """Kill every process of a host. The host's network lives on and answers for them, as after a crash."""
         deadline = time.monotonic() + 10
-        while (pids := ip("netns", "pids", self.namespaces[host]).split()) and time.monotonic() < deadline:
+        while (pids := self.pids(host)) and time.monotonic() < deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
-    def popen(self, host, *command, **options):
+    def cut(self, host):
+        """Take a host's link down at the switch: packets are lost without a word, as when a cable is pulled."""
+        ip("-n", self.switch, "link", "set", self.names[host], "down")
+
+    def mend(self, host):
+        """Take a host's link up again."""
+        ip("-n", self.switch, "link", "set", self.names[host], "up")
+
+    def popen(self, host, *command, variables=None, **options):
         """Start a command on a host, in a session of its own, with pipes unless the options say otherwise.
 
-        Its `python` and `torchrun` are those of the Python that runs this.
+        Its `python` and `torchrun` are those of the Python that runs this. `variables` are added to its environment.
         """
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-        defaults = {"cwd": ROOT, "env": os.environ | {"PATH": path}, "start_new_session": True}
+        environment = os.environ | {"PATH": path} | {name: str(value) for name, value in (variables or {}).items()}
+        defaults = {"cwd": ROOT, "env": environment, "start_new_session": True}
         defaults |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         enter = ["nsenter", f"--net=/run/netns/{self.namespaces[host]}", "unshare", "--uts", "--mount"]
         become = ["sh", "-c", BECOME_HOST, "sh", self.names[host], f"{self.folder.name}/hosts"]

@@ -1,0 +1,149 @@
+"""06 on three hosts of which something fails, and its launch files without Slurm: the parts of tools/drill.py."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, need
+from test_launch import finished
+
+from tools import drill, hosts
+
+SMALL = ["--dummy", 200, "--image-size", 16, "--arch", "mnist_net", "--batch-size", 20, "--epochs", 1]
+SMALL = list(map(str, [*SMALL, "--eval-every", 0, "--print-every", 1]))  # ten steps
+EVERY = 30  # steps between checkpoints; each fault comes soon after one
+
+
+@pytest.fixture(scope="module")
+def started():
+    """One training on three hosts, with the store on a fourth; each test leaves it running."""
+    need(hosts.missing())
+    with drill.drilled(every=EVERY) as job:
+        yield job
+
+
+@pytest.fixture
+def job(started):
+    """That training, on all three hosts, with a checkpoint to go back to."""
+    drill.ready(started)
+    return started
+
+
+def test_a_killed_process_costs_no_more_than_the_steps_since_a_checkpoint(job):
+    assert job.recover(lambda: job.signal_worker(1), world=3).steps_lost <= EVERY
+
+
+def test_a_torchrun_that_is_killed_leaves_no_process_behind_and_its_host_comes_back(job):
+    host = job.host_of(1)
+    workers = set(job.workers(host).values())
+    recovery = job.recover(lambda: job.kill_torchrun(host), world=3)
+    assert workers and not workers & set(job.hosts.pids(host))
+    assert recovery.steps_lost <= EVERY
+
+
+def test_a_link_that_is_gone_for_seconds_costs_no_step(job):
+    host, restarts = job.host_of(2), len(job.resumed)
+    job.hosts.cut(host)
+    before = job.position
+    time.sleep(3)
+    assert job.position <= before + 1, "it trained on without a link"
+    assert job.recover(lambda: job.hosts.mend(host), world=3, resumes=False).steps_lost == 0
+    assert len(job.resumed) == restarts
+
+
+def test_the_host_of_rank_0_may_die_and_come_back_which_costs_no_step(job):
+    host = job.host_of(0)
+    assert job.recover(lambda: job.kill_host(host), world=2).steps_lost <= EVERY
+    assert job.recover(lambda: job.start(host), world=3).steps_lost == 0
+
+
+def test_a_process_that_stands_still_is_replaced(job):
+    pid = job.workers(job.host_of(1))[1]
+
+    def stand_still():
+        os.kill(pid, signal.SIGSTOP)
+        # torchrun asks it to end, and would kill it after 30 s, which the test need not wait for.
+        asked = f"Sending process {pid} closing signal SIGTERM"
+        job.wait_for(lambda: any(asked in line for _, _, line in job.lines), "the process to be asked to end")
+        os.kill(pid, signal.SIGCONT)
+
+    assert job.recover(stand_still, world=3).steps_lost <= EVERY
+
+
+def test_a_stopped_training_is_saved_and_the_same_commands_go_on_to_the_end(job):
+    assert job.stop() == [128 + signal.SIGTERM] * 3
+    stopped = job.position
+    assert any(f"stopped by a signal after step {stopped}: saved" in line for _, _, line in job.lines)
+    job.flags += ["--epochs", math.ceil((stopped + 1) / 50)]
+    job.start(0, 1, 2)
+    assert [process.wait(drill.PATIENCE) for process in job.running.values()] == [0, 0, 0]
+    assert job.resumed[-1][1] == stopped and job.position % 50 == 0
+    job.check()
+
+    job.start(0)
+    assert job.running[0].wait(drill.PATIENCE) == 1
+    assert job.lines[-1][2].startswith("06_elastic.sh: job drill is over: it is done, or has used up its 1000 restarts")
+
+
+def test_a_second_store_is_told_that_the_port_is_taken(started):
+    command = ["python", "launch/store.py", "--port", drill.PORT]
+    code, out, err = finished(started.hosts.popen(drill.STORE, *command))
+    assert (code, out) == (1, "") and len(err.splitlines()) == 1
+    assert err.startswith("store.py: error: port 29400: Address already in use; end what has it (ss -ltnp)")
+
+
+# Without a store
+
+
+def environment(**variables):
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
+
+
+def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tmp_path):
+    given = [ROOT / "launch/06_one_node.sh", *SMALL, "--checkpoints-path", tmp_path / "checkpoints"]
+    for processes, line in (("2", "== step: [  10/10] [1/1]"), ("1", "after step 10 of 10")):
+        end = subprocess.run(
+            given, cwd=tmp_path, env=environment(PROCESSES=processes), capture_output=True, text=True, timeout=180
+        )
+        assert end.returncode == 0, end.stderr
+        assert f"world size {processes}" in end.stdout and line in end.stdout
+        assert "done: not tested after 1 epochs" in end.stdout
+
+
+def test_on_two_machines_each_is_told_its_number(hosts, tmp_path):
+    env = environment(MASTER=hosts.addresses[0], PROCESSES="1", INTERFACE="eth0")
+    given = [*SMALL, "--checkpoints-path", tmp_path]
+    second, first = (hosts.popen(k, ROOT / "launch/06_static.sh", k, *given, env=env) for k in (1, 0))
+    for process in (first, second):
+        code, out, err = finished(process, timeout=180)
+        assert code == 0, err
+        assert ("world size 2 (1 on this machine)" in out) == (process is first)
+    assert (tmp_path / "step-00000010.pt").exists()
+
+
+@pytest.mark.parametrize("number", [[], ["2"], ["--epochs"]])
+def test_a_machine_without_a_right_number_is_told_so(number):
+    end = subprocess.run([ROOT / "launch/06_static.sh", *number], capture_output=True, text=True)
+    found = re.escape(number[0]) if number else ""
+    assert end.returncode == 2 and len(end.stderr.splitlines()) == 1
+    assert re.match(rf"06_static\.sh: error: number '{found}' of a machine: expected 0 to 1 before", end.stderr)
+
+
+def test_a_torchrun_that_ends_is_started_again_a_limited_number_of_times(tmp_path):
+    fake = tmp_path / "torchrun"
+    fake.write_text("#!/bin/sh\necho started\nexit 3\n")
+    fake.chmod(0o755)
+    env = environment(TRIES="2", PAUSE="0") | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    end = subprocess.run([ROOT / "launch/06_elastic.sh"], env=env, capture_output=True, text=True, timeout=60)
+    assert (end.returncode, end.stdout) == (3, "started\n" * 3)
+    assert end.stderr.splitlines() == [
+        "06_elastic.sh: torchrun ended with code 3; again in 0 s, 1 more tries",
+        "06_elastic.sh: torchrun ended with code 3; again in 0 s, 0 more tries",
+        "06_elastic.sh: error: torchrun ended with code 3, after 2 tries: giving up",
+    ]
