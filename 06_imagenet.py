@@ -199,6 +199,7 @@ def main(args):
     stop.training = True  # from now on a signal is noted, and no longer ends the process
     if args.evaluate:
         progress.close("tested: top-1 {:.3f}%, top-5 {:.3f}%, {} images".format(*test()))
+        stop.ignore()
         return
     best, result = state["best"], None
     first_epoch = max(0, state["step"] - 1) // steps  # at the end of an epoch that one, which is still to be tested
@@ -261,6 +262,7 @@ def main(args):
     checkpoints.finish()
     outcome = f"top-1 {result[0]:.3f}%, best {best:.3f}%" if result else "not tested"
     progress.close(f"done: {outcome} after {args.epochs} epochs")
+    stop.ignore()
 
 
 MUST_STAY = ("arch", "batch_size", "image_size", "seed", "ema")

@@ -217,20 +217,29 @@ class Checkpoints:
             name: BEST, or None for one of the newest.
             last: wait for the one before, however long that takes, as no other will follow.
         """
+        if last:
+            self._settle()
         if not self.writes:
             return
         name = name or f"step-{state['step']:08}.pt"
-        if self._end_pending(None if last else self.patience):  # never two at a time, which would fill the memory
-            self.pending = name, self.thread.submit(self._write, name, _to_cpu(state), state["step"])
+        ended, failure = self._end_pending()
+        if failure:
+            log.warning("%s; training goes on, and the checkpoints before it are whole", failure)
+        if not ended:  # never two at a time, which would fill the memory
+            log.warning("still saving %s: %s is left out", self.pending[0], name)
+            return
+        self.pending = name, self.thread.submit(self._write, name, _to_cpu(state), state["step"])
 
     def finish(self):
-        """Wait until all is on the disk.
+        """Wait until all is on the disk, on every rank: a launcher may end those that write when another has left.
 
         Raises:
             UserError: the last save failed.
         """
-        self._end_pending(fatal=True)
+        failures = self._settle()
         self.thread.shutdown()
+        if failures:
+            raise UserError(f"{failures[0]}; the checkpoints before it are whole: make room, then --resume")
 
     def load(self):
         """The newest good state on any machine, on the CPU, or None if there is no checkpoint at all.
@@ -285,23 +294,19 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 os.remove(path)
 
-    def _end_pending(self, patience=None, fatal=False):
-        """Whether the save that is being written, if any, has ended within so many seconds, well or not."""
+    def _end_pending(self):
+        """Wait for the save that is being written, if any: (whether it has ended, why it failed or None)."""
         if self.pending is None:
-            return True
+            return True, None
         name, future = self.pending
-        if not concurrent.futures.wait([future], patience).done:
-            log.warning("still saving %s, after %g s: the next checkpoint is left out", name, patience)
-            return False
+        if not concurrent.futures.wait([future], self.patience).done:
+            return False, None
         self.pending = None
         try:
             future.result()
         except OSError as error:
-            failed = f"cannot save {os.path.join(self.folder, name)}: {error.strerror}"
-            if fatal:
-                raise UserError(f"{failed}; the checkpoints before it are whole: make room, then --resume") from None
-            log.warning("%s; training goes on, and the checkpoints before it are whole", failed)
-        return True
+            return True, f"cannot save {os.path.join(self.folder, name)}: {error.strerror}"
+        return True, None
 
     # Of all processes together
 
@@ -330,6 +335,15 @@ class Checkpoints:
         if error := next((error for _, error in found if error), None):
             raise UserError(error)
         return self.rank == 0 or (local_rank == 0 and not shared)
+
+    def _settle(self):
+        """Wait until nothing is being written, on any rank; returns why some failed. A slow disk is no lost rank."""
+        failures, all_ended = [], False
+        while not all_ended:
+            told = self._gather(self._end_pending())
+            failures += [failure for _, failure in told if failure]
+            all_ended = all(ended for ended, _ in told)
+        return failures
 
     def _gather(self, item):
         items = [None] * dist.get_world_size(self.group)

@@ -132,4 +132,5 @@ def leave(launcher, stop):
     deadline = time.monotonic() + OWN_SIGNAL
     while launcher == "torchrun" and stop.signal is None and time.monotonic() < deadline:
         time.sleep(0.05)
+    stop.ignore()
     sys.exit(AGAIN)

@@ -6,7 +6,6 @@ or goes on with another number of processes, sees the same pixels.
 """
 
 import os
-import signal
 import sys
 
 import torch
@@ -17,6 +16,7 @@ from torchvision.transforms import v2
 from common.data import leave_ctrl_c_to_main, list_images, read_image
 from common.distributed import cores_per_process
 from common.errors import UserError
+from common.stop import stop
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's channels, in levels of 0 to 255
 MAX_DAMAGED = 0.01  # the share of images that may be unreadable
@@ -231,6 +231,4 @@ def _as_it_is(batch):
 def _leave_signals_to_main(worker):
     """In a worker: signals reach every process of a job, and the main process needs its batches until it has saved."""
     leave_ctrl_c_to_main(worker)
-    for name in ("SIGTERM", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    stop.ignore()

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 
+SIGNALS = [name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # Windows has no SIGUSR1
 AGAIN = 75  # the exit code of a run that was stopped and can go on: EX_TEMPFAIL of sysexits.h
 
 
@@ -19,9 +20,13 @@ class Stop:
     def __init__(self):
         self.signal = None  # its name
         self.training = False
-        for name in ("SIGTERM", "SIGUSR1"):
-            if hasattr(signal, name):  # Windows has no SIGUSR1
-                signal.signal(getattr(signal, name), self._note)
+        for name in SIGNALS:
+            signal.signal(getattr(signal, name), self._note)
+
+    def ignore(self):
+        """From now on the process ends anyway; Python, as it ends, would give signals their default back, which kills."""
+        for name in SIGNALS:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
     def _note(self, number, frame):
         self.signal = signal.Signals(number).name

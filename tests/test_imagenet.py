@@ -317,8 +317,8 @@ def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_s
     running = {message: train("run", 1, *flags) for message, flags in refused.items()}
     for message, ranks in running.items():
         assert ranks.wait() == [2] and message in ranks.output(), ranks.output()
-    ranks = Ranks(folder(tmp_path, "arch"), 1, [*options, *SMALL, "--resume", "--arch", "resnet18", "--checkpoints-path",
-                                                tmp_path / "run/checkpoints"])  # fmt: skip
+    other = [*options, *SMALL, "--resume", "--arch", "resnet18", "--checkpoints-path", tmp_path / "run/checkpoints"]
+    ranks = Ranks(folder(tmp_path, "arch"), 1, other)
     assert ranks.wait() == [2] and "of a run with --arch mobilenet_v3_small: expected the same" in ranks.output()
 
 
