@@ -24,7 +24,7 @@ class Stop:
             signal.signal(getattr(signal, name), self._note)
 
     def ignore(self):
-        """From now on the process ends anyway; Python, as it ends, would give signals their default back, which kills."""
+        """The process ends anyway now; Python, as it ends, would give signals their default back, which kills."""
         for name in SIGNALS:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 

@@ -111,6 +111,10 @@ def _run(script, env, flags, out, kill, prepare):
     os.environ.update({name: str(value) for name, value in env.items()})
     os.chdir(ROOT)
     sys.argv = [os.path.basename(script), *flags]
+
+    import torch
+
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # the variable was another one when torch was imported
     if script == "06_imagenet.py":
         _tell(out, kill)
     if prepare:
@@ -122,7 +126,6 @@ def _tell(out, kill):
     """Make the loss tell what it is given; in training it is the script's main that calls it."""
     import torch
 
-    torch.set_num_threads(1)
     tell = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115
 
     def forward(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):

@@ -88,6 +88,7 @@ class Job:
         self.steps = []  # of those, the steps: (time, step)
         self.resumed = []  # the steps after which it went on: (time, step)
         self.worlds = []  # how many processes, each time it started or went on: (time, number)
+        self.bad = set()  # the checkpoints that were damaged, as _written knows them
         self.safe = 0  # the step of the newest checkpoint that none can lose
         self.mistakes = []  # a step left out, or too many taken back
         self.news = threading.Condition()
@@ -190,10 +191,22 @@ class Job:
             self.running.pop(host).wait()
 
     def checkpoints(self):
-        """The steps of which all hosts that train have a checkpoint, in order."""
+        """The steps of which all hosts that train have a good checkpoint, in order."""
         names = ["checkpoints"] if self.shared else [self.hosts.names[host] for host in self.running]
-        found = [{int(path.stem[5:]) for path in (self.folder / name).glob("step-*.pt")} for name in names]
+        found = [
+            {
+                int(path.stem[5:])
+                for path in (self.folder / name).glob("step-*.pt")
+                if self._written(path) not in self.bad
+            }
+            for name in names
+        ]
         return sorted(set.intersection(*found))
+
+    def _written(self, path):
+        """What tells a file from another of the same name, written when the training passed that step again."""
+        with contextlib.suppress(FileNotFoundError):  # it was one too many
+            return path, path.stat().st_mtime_ns
 
     def damage_newest_checkpoint(self):
         """Flip a bit in the middle of the newest checkpoint on each host; returns the step of the one before."""
@@ -204,6 +217,7 @@ class Job:
                 byte = file.read(1)[0]
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([byte ^ 1]))
+            self.bad.add(self._written(path))
         return before
 
     # And what it does then
@@ -454,6 +468,7 @@ def main(args):
     print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | a checkpoint every {args.every} steps")
     print(f"{'drill':10} {'steps lost':>10} {'seconds':>8} {'processes':>10}")
     random.seed(0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the hosts' end, which leaves nothing behind
     failures = 0
     with contextlib.ExitStack() as stack:
         job = None
