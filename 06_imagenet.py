@@ -78,7 +78,13 @@ def parse_args():
     add("--evaluate", action="store_true", help="test only, the network of --weights or --resume")
     add("--eval-every", type=whole_number(0), default=1, metavar="N", help="test after every N epochs; 0 is never")
     add("--checkpoints-path", default="checkpoints", metavar="DIR", help="where they lie, shared by machines or not")
-    add("--checkpoint-every", type=Every, default="600s", metavar="N", help="steps, as 100, or seconds, as 600s")
+    add(
+        "--checkpoint-every",
+        type=Every,
+        default="600s",
+        metavar="N",
+        help="steps, as 100, or seconds, as 600s; and each epoch",
+    )
     add("--keep", type=whole_number(1), default=3, metavar="N", help="checkpoints to keep, beside the best")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     add("--dist-init-method", choices=("auto", "env", "slurm"), default="auto", help="which launcher must have started")
@@ -211,7 +217,8 @@ def main(args):
         train_batches.set_epoch(epoch, first_step)
         batches = on_device(train_loader, d.device, damage)
         for step in progress.epoch_steps(epoch, first_step, counted):
-            save_due = step + 1 == steps or args.checkpoint_every.due(step + 1)
+            done = epoch * steps + step + 1  # steps of the whole run, when this one is
+            save_due = step + 1 == steps or args.checkpoint_every.due(done)
             votes.cast(stop.signal, d.is_main and save_due)
             lr = learning_rate(args, epoch + step / steps)
             for weights in optimizer.param_groups:
@@ -242,7 +249,6 @@ def main(args):
                 progress.show_step(sum_over_ranks(totals), lr)
                 damage.tell()
             if stopping or saving:
-                done = epoch * steps + step + 1
                 checkpoints.save(capture(done, sum_over_ranks(totals), best), last=stopping)
             if stopping:
                 checkpoints.finish()

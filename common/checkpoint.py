@@ -265,7 +265,7 @@ class Checkpoints:
         winner = max(range(len(found)), key=lambda rank: found[rank][0])  # the lowest rank, of several equal ones
         step, path, _ = found[winner]
         if step < 0 and damage:
-            best = os.path.join(self.folder, BEST)
+            best = self._path(BEST)
             hint = f"; {best} may do: cp {best} {self.folder}/step-00000000.pt" if os.path.exists(best) else ""
             raise UserError(
                 f"{damage[0]}; expected a good one in {self.folder} and found none{hint}; to begin "
@@ -282,12 +282,15 @@ class Checkpoints:
 
     # Of one process
 
+    def _path(self, name):
+        return os.path.join(self.folder, name)
+
     def _newest_first(self):
         names = [name for name in os.listdir(self.folder) if re.fullmatch(r"step-\d{8,}\.pt", name)]
-        return [os.path.join(self.folder, name) for name in sorted(names, key=_step_of, reverse=True)]
+        return [self._path(name) for name in sorted(names, key=_step_of, reverse=True)]
 
     def _write(self, name, state, step):
-        write_file(os.path.join(self.folder, name), state)
+        write_file(self._path(name), state)
         # Only what is older than this one goes: a newer one may be damaged, and this one all there is.
         older = [path for path in self._newest_first() if _step_of(path) < step]
         for path in older[self.keep - 1 :] if name != BEST else []:
@@ -305,7 +308,7 @@ class Checkpoints:
         try:
             future.result()
         except OSError as error:
-            return True, f"cannot save {os.path.join(self.folder, name)}: {error.strerror}"
+            return True, f"cannot save {self._path(name)}: {error.strerror}"
         return True, None
 
     # Of all processes together
@@ -319,15 +322,16 @@ class Checkpoints:
                 for name in os.listdir(self.folder):
                     if name.endswith(".tmp"):  # what a killed process has left
                         with contextlib.suppress(FileNotFoundError):
-                            os.remove(os.path.join(self.folder, name))
-                mark = os.path.join(self.folder, f".seen-by-{socket.gethostname()}-{os.getpid()}")
+                            os.remove(self._path(name))
+                mark = self._path(f".seen-by-{socket.gethostname()}-{os.getpid()}")
                 with open(mark, "x"):
                     pass
             except OSError as failure:
                 error = f"cannot write to --checkpoints-path {self.folder} on {socket.gethostname()}: "
                 error += f"{failure.strerror}; name a folder of yours"
         found = self._gather((mark, error))
-        shared = mark is not None and os.path.exists(found[0][0] or "")
+        first = found[0][0]
+        shared = mark is not None and first is not None and os.path.exists(self._path(os.path.basename(first)))
         self._gather(None)  # all have looked
         if mark is not None:
             with contextlib.suppress(OSError):

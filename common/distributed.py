@@ -213,8 +213,9 @@ def local_main_first(local_rank):
 def lost_peer(error):
     """What to tell a user if this error means that another rank has gone, else None."""
     text = " ".join(str(error).split())
-    from_a_collective = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)
-    if not from_a_collective or not re.search("connect|closed|reset by peer|broken pipe|timed out|remote", text, re.I):
+    from_gloo = isinstance(error, RuntimeError) and ("/gloo/" in text or "pair closure" in text)
+    from_a_collective = from_gloo or isinstance(error, dist.DistError)
+    if not from_a_collective or not re.search("connect|clos|reset by peer|broken pipe|timed out|remote", text, re.I):
         return None
     reason = re.sub(r"\[\S*/gloo/\S*\] ?", "", text.rpartition("Last error:")[2]).strip()[:200]  # NCCL's cause is last
     fix = "its own message or its launcher's, which may stand above, says why"

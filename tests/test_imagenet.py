@@ -258,6 +258,17 @@ def final_step(folder):
     return decode(read_file(max(folder.glob("step-*.pt"))))["step"]
 
 
+def test_folders_side_by_side_on_one_disk_are_not_taken_for_a_shared_one(one_each, tmp_path):
+    flags = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0, *SMALL]
+    ranks = Ranks(folder(tmp_path, "run"), 2, flags, nodes=2, prepare=functools.partial(name_a_folder, tmp_path))
+    assert ranks.wait() == [0, 0], ranks.output()
+    assert all((tmp_path / f"of-rank{rank}/step-00000002.pt").exists() for rank in (0, 1))
+
+
+def name_a_folder(where, rank):
+    sys.argv += ["--checkpoints-path", str(where / f"of-rank{rank}")]
+
+
 def test_machines_with_a_shared_folder_write_each_checkpoint_once(train, one_each, tmp_path):
     flags = ["--batch-size", 20, "--epochs", 1, "--checkpoint-every", 1, "--eval-every", 0]
     ranks = train("run", 2, one_each, *flags, nodes=2, prepare=count_writes)
