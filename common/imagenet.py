@@ -55,7 +55,7 @@ class Images(Dataset):
             image, used = self._read(index, damaged)
             if image is not None:
                 if self.seed is not None:  # whole numbers have the same hash in every process
-                    torch.manual_seed(hash((self.seed, epoch, index)))
+                    torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
                 images[k], targets[k] = self.transform(image), self.targets[used]
         return images, targets, torch.tensor(damaged, dtype=torch.int64)
 

@@ -316,6 +316,7 @@ def test_threads_are_the_share_of_cores_unless_the_environment_says_how_many(env
         (RuntimeError("[/src/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]"), "closed by peer"),
         (RuntimeError("[/src/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms"), "Timed out waiting"),
         (RuntimeError("/gloo/x: connect [127.0.1.1]:5: Connection refused"), "export GLOO_SOCKET_IFNAME="),
+        (RuntimeError("Application timeout caused pair closure"), "Application timeout"),
         (dist.DistBackendError("NCCL error: remote process exited"), "remote process"),
         (dist.DistBackendError(f"NCCL error {'x' * 99} Last error: Connect to 10.0.0.1 returned 113(No route to host)"),
          "(Connect to 10.0.0.1 returned 113(No route to host)): ranks on several machines need export NCCL_SOCKET"),

@@ -233,15 +233,17 @@ def test_shapes_is_recorded_above_90_percent_after_five_epochs():
 def test_06_is_recorded_at_the_speed_of_the_bare_step_and_its_loader_faster_than_the_classic_one():
     runs = {}
     for r in tables.records("train"):
-        runs.setdefault((r["device"], r["command"]), {}).setdefault(r["run"], []).append(r["images_per_second"])
-    for speeds in runs.values():
+        key = r["device"], r["command"], r["image_size"]
+        runs.setdefault(key, {}).setdefault(r["run"], []).append(r["images_per_second"])
+    for (device, _, size), speeds in runs.items():
 
         def ratio(ours, other, speeds=speeds):
             return statistics.median(a / b for a, b in zip(speeds[ours], speeds[other], strict=True))
 
         assert ratio("dummy", "bare") >= 0.97
-        assert "files" not in speeds or ratio("our loader", "classic loader") >= 1.4
-    assert runs
+        if device == "cpu" and size == 224:  # smaller ones cost their decoding, which is the same for both
+            assert ratio("our loader", "classic loader") >= 1.4
+    assert any(size == 224 for _, _, size in runs)
 
 
 def test_06_is_recorded_above_60_percent_on_cifar10_and_with_a_falling_loss_on_imagenet():

@@ -70,7 +70,7 @@ def main(args):
     costs = [checkpoint_cost(*(run["images_per_second"] for run in pair), vars(args)) for pair in pairs]
     print(f"a checkpoint every 100 steps costs {spread([100 * cost for cost in costs], '.2f')} % of the time")
     if has_files:
-        compare_loaders(args, env)
+        compare_loaders(args, env, settings)
 
 
 def run_one(name, args):
@@ -132,7 +132,7 @@ def bare(args):
     return {"images_per_second": speed, "peak_memory_mib": round((peak_memory() or 0) / 2**20)}
 
 
-def compare_loaders(args, env):
+def compare_loaders(args, env, settings):
     """Print the speed of one loader worker, ours against the classic pipeline, no training."""
     ours = Images(os.path.join(args.data_dir, "train"), args.image_size, seed=0)
     steps = max(1, min(len(ours), args.steps * args.batch_size) // args.batch_size)
@@ -150,7 +150,8 @@ def compare_loaders(args, env):
             done = sum(len(batch[1]) for batch in loader)
             if repeat > 0:  # the first pass starts the worker and fills the cache of files
                 speeds[name].append(done / (time.perf_counter() - begin))
-                write(args, env, bench="train", run=name, repeat=repeat - 1, images_per_second=speeds[name][-1])
+                speed = speeds[name][-1]
+                write(args, env, bench="train", run=name, repeat=repeat - 1, **settings, images_per_second=speed)
     ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]
     print(f"\nloaders alone, one worker: classic {statistics.median(speeds['classic loader']):.0f} img/s, "
           f"ours {statistics.median(speeds['our loader']):.0f}, ratio {spread(ratios, '.2f')}")  # fmt: skip

@@ -422,7 +422,7 @@ def drill_damage(job):
 
 
 def drill_kills(job, count):
-    """processes are killed at random, --kills of them, one in four before the training has gone on"""
+    """20 processes, or as many as --kills says, are killed at random, one in four before the training has gone on"""
     recoveries = []
     for k in range(count):
         job.wait_for_world(TRAINERS)
