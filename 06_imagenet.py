@@ -53,7 +53,7 @@ def parse_args():
     network = parser.add_argument_group("network")
     add = network.add_argument
     add("--arch", default="resnet18", metavar="NAME", help="a torchvision network, or timm:NAME if timm is installed")
-    add("--weights", metavar="FILE", help="begin with the weights of a checkpoint or of a state_dict")
+    add("--weights", metavar="FILE", help="begin with those of a checkpoint or a state_dict")
     add("--sync-bn", action="store_true", help="batch norm over the images of all processes")
 
     recipe = parser.add_argument_group("recipe")
@@ -99,8 +99,8 @@ def parse_args():
         parser.error("name a folder of images or --dummy N, one of the two: 06_imagenet.py data/imagenet")
     if args.evaluate and not (args.weights or args.resume):
         parser.error("--evaluate without a network to test: add --weights FILE or --resume")
-    if args.weights and args.resume and not args.evaluate:
-        parser.error("--weights begins a training and --resume goes on with one: leave out one of the two")
+    if args.evaluate and args.weights and args.resume:
+        parser.error("--evaluate with both --weights and --resume: which network? leave out one of the two")
     return args
 
 
@@ -131,7 +131,7 @@ def main(args):
     # 1. define network
     torch.manual_seed(args.seed)  # the same weights in every process
     net = build_model(args, train_set).to(d.device)
-    if args.weights:
+    if args.weights and not loaded:
         load_into(net, load_weights(args.weights), args.weights)
     if args.sync_bn and d.world_size > 1:
         net = convert_sync_batchnorm(net)
@@ -291,6 +291,8 @@ def check_resume(args, d, checkpoints, train_set, loaded):
                 f"--checkpoints-path {args.checkpoints_path} holds checkpoints already: add --resume to go on from the "
                 f"newest, or name another folder"
             )
+        if args.resume and d.is_main:
+            print(f"no checkpoint in {args.checkpoints_path}: beginning anew")
         return {
             "step": 0, "totals": torch.zeros(4), "best": None,
             "accumulate": args.accumulate, "micro_batch": micro_batch,

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, write_images
+from conftest import ROOT, needs_gpu, write_images
 from ranks import Ranks, told
 
 from common.checkpoint import decode, load_weights, read_file
@@ -473,7 +473,7 @@ def test_every_flag_has_a_help_with_its_default(capsys):
         ([], "name a folder of images or --dummy N, one of the two: 06_imagenet.py data/imagenet"),
         (["x", "--dummy", 10], "name a folder of images or --dummy N, one of the two"),
         (["x", "--evaluate"], "--evaluate without a network to test: add --weights FILE or --resume"),
-        (["x", "--weights", "w.pt", "--resume"], "leave out one of the two"),
+        (["x", "--evaluate", "--weights", "w.pt", "--resume"], "which network? leave out one of the two"),
         (["x", "--amp", "fp16"], "fp16 needs a GPU and there is none here"),
         (["x", "--ema", 1], "'1' given, expected a number of 0 or more and below 1"),
         (["x", "--checkpoint-every", "10m"], "'10m' given, expected steps, as 100, or seconds, as 600s"),
@@ -510,10 +510,27 @@ def test_what_cannot_train_says_so_before_it_begins(train, one_each, tmp_path):
         assert ranks.wait() == [2] * world_size and message in ranks.output(), ranks.output()
 
 
+def test_torchrun_without_the_variable_that_keeps_restarts_apart_is_warned_of(train):
+    env = {"TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = train("run", 1, "--dummy", 40, "--batch-size", 20, "--epochs", 1, "--eval-every", 0, "--resume", env=env)
+    assert ranks.wait() == [0] and "checkpoints: beginning anew" in ranks.output()
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine" in ranks.output()
+
+
 def test_sync_bn_with_one_process_is_said_to_do_nothing(train, one_each):
     ranks = train("run", 1, one_each, "--sync-bn", "--epochs", 1, "--batch-size", 20, "--eval-every", 0)
     assert ranks.wait() == [0] and "--sync-bn with one process: ordinary batch norm" in ranks.output()
     assert "done: not tested after 1 epochs" in ranks.output()
+
+
+@needs_gpu
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_on_a_gpu_it_trains_in_mixed_precision_and_resumes(train, one_each, amp):
+    flags = [one_each, "--batch-size", 20, "--amp", amp, "--channels-last", "--ema", 0.9, "--accumulate", 2]
+    assert train("run", 1, *flags, "--epochs", 1).wait() == [0]
+    ranks = train("run", 1, *flags, "--epochs", 2, "--resume", "--workers", 2)
+    assert ranks.wait() == [0], ranks.output()
+    assert "device: cuda:0" in ranks.output() and "after step 2 of 4" in ranks.output()
 
 
 @pytest.mark.skipif(not can_compile(), reason="needs a C++ compiler")
