@@ -146,6 +146,9 @@ def cleanup():
     """
     gc.collect()
     if dist.is_initialized():
+        # gloo's thread may still hold the last tensor, and needs Python's lock to let it go. In torch 2.6 leaving keeps
+        # that lock and waits for the thread: for ever.
+        time.sleep(0.1)
         dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ from ranks import context
 
 from common import checkpoint
 from common.checkpoint import BEST, Checkpoints, Damaged, Every, decode, load_weights, read_file, write_file
+from common.distributed import cleanup
 from common.errors import UserError
 
 
@@ -30,7 +31,7 @@ def open_checkpoints(tmp_path):
     yield open_checkpoints
     for checkpoints in opened:
         checkpoints.thread.shutdown()
-    dist.destroy_process_group()
+    cleanup()
 
 
 def state(step, size=1000):
