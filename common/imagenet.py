@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from common.data import leave_ctrl_c_to_main, list_images, read_image
 from common.distributed import cores_per_process
 from common.errors import UserError
-from common.stop import stop
+from common.stop import end_with_parent, stop
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's channels, in levels of 0 to 255
 MAX_DAMAGED = 0.01  # the share of images that may be unreadable
@@ -232,3 +232,4 @@ def _leave_signals_to_main(worker):
     """In a worker: signals reach every process of a job, and the main process needs its batches until it has saved."""
     leave_ctrl_c_to_main(worker)
     stop.ignore()
+    end_with_parent()  # of a main process that is killed, workers with a batch to hand over would wait for ever

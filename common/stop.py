@@ -40,7 +40,13 @@ def end_with_torchrun():
     A torchrun that is killed itself (SIGKILL) cannot end its workers, which would go on training and writing
     checkpoints beside those that replace them.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+
+
+def end_with_parent():
+    """Kill this process when the one that has started it is gone; on Linux alone."""
+    if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of linux/prctl.h
         if os.getppid() != parent:  # it went before that
