@@ -5,8 +5,12 @@ random crop of an image depends on seed, epoch and image alone, whichever proces
 or goes on with another number of processes, sees the same pixels.
 """
 
+import contextlib
+import multiprocessing
 import os
+import signal
 import sys
+from multiprocessing import util
 
 import torch
 import torch.distributed as dist
@@ -149,6 +153,7 @@ def build_loader(dataset, batches, workers, local_world_size):
     """
     if workers is None:
         workers = 0 if isinstance(dataset, DummyImages) else cores_per_process(local_world_size)
+    util.Finalize(None, _kill_workers, exitpriority=100)
     return DataLoader(
         dataset,
         batch_sampler=batches,
@@ -222,6 +227,14 @@ class Damage:
                 f"{len(self.found)} of {len(self.dataset)} images are damaged, {self.dataset.paths[min(self.found)]} "
                 f"for one: expected at most {MAX_DAMAGED:.0%}; delete them or put good copies there"
             )
+
+
+def _kill_workers():
+    """At the end of the process. Python would send workers SIGTERM, to which they are deaf, and wait for them."""
+    with contextlib.suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, a thread may not set it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the DataLoader would complain that its workers die
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _as_it_is(batch):
