@@ -138,7 +138,7 @@ def build_loader(dataset, sampler, args, local_world_size=1, *, train):
         num_workers=workers,
         persistent_workers=train and workers > 0,
         pin_memory=torch.cuda.is_available(),
-        collate_fn=_as_it_is,  # __getitems__ has made the batch already
+        collate_fn=as_it_is,  # __getitems__ has made the batch already
         worker_init_fn=leave_ctrl_c_to_main,
     )
 
@@ -207,7 +207,7 @@ def _read_with_pillow(path):
         ) from None
 
 
-def _as_it_is(batch):
+def as_it_is(batch):
     return batch
 
 

@@ -79,8 +79,13 @@ def _stop():
     """End at once: Python's own way out waits until every loader worker has finished its batch."""
     echo = "\n" if sys.stderr.isatty() else ""  # a terminal shows ^C first
     print(f"{echo}{os.path.basename(sys.argv[0])}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+    kill_workers()
+    os._exit(130)
+
+
+def kill_workers():
+    """Kill the loader's workers, as this process ends; the DataLoader says nothing of it."""
     with contextlib.suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, a thread may not set it
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the DataLoader would complain that its workers die
     for child in multiprocessing.active_children():
         child.kill()
-    os._exit(130)

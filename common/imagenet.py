@@ -5,10 +5,7 @@ random crop of an image depends on seed, epoch and image alone, whichever proces
 or goes on with another number of processes, sees the same pixels.
 """
 
-import contextlib
-import multiprocessing
 import os
-import signal
 import sys
 from multiprocessing import util
 
@@ -17,9 +14,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from common.data import leave_ctrl_c_to_main, list_images, read_image
+from common.data import as_it_is, leave_ctrl_c_to_main, list_images, read_image
 from common.distributed import cores_per_process
-from common.errors import UserError
+from common.errors import UserError, kill_workers
 from common.stop import end_with_parent, stop
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's channels, in levels of 0 to 255
@@ -153,14 +150,15 @@ def build_loader(dataset, batches, workers, local_world_size):
     """
     if workers is None:
         workers = 0 if isinstance(dataset, DummyImages) else cores_per_process(local_world_size)
-    util.Finalize(None, _kill_workers, exitpriority=100)
+    # Python, as it ends, would send workers SIGTERM, to which they are deaf, and wait for them.
+    util.Finalize(None, kill_workers, exitpriority=100)
     return DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
-        collate_fn=_as_it_is,  # __getitems__ has made the batch already
+        collate_fn=as_it_is,  # __getitems__ has made the batch already
         worker_init_fn=_leave_signals_to_main,
     )
 
@@ -227,18 +225,6 @@ class Damage:
                 f"{len(self.found)} of {len(self.dataset)} images are damaged, {self.dataset.paths[min(self.found)]} "
                 f"for one: expected at most {MAX_DAMAGED:.0%}; delete them or put good copies there"
             )
-
-
-def _kill_workers():
-    """At the end of the process. Python would send workers SIGTERM, to which they are deaf, and wait for them."""
-    with contextlib.suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, a thread may not set it
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the DataLoader would complain that its workers die
-    for child in multiprocessing.active_children():
-        child.kill()
-
-
-def _as_it_is(batch):
-    return batch
 
 
 def _leave_signals_to_main(worker):
