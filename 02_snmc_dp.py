@@ -52,6 +52,7 @@ def main(args):
     # 3. define loss and optimizer
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    warmup = max(1, round(args.warmup_epochs * len(train_loader)))  # steps
     autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
@@ -62,6 +63,7 @@ def main(args):
         totals = torch.zeros(3, device=device)  # loss, correct, images: summed there, so that no step waits
         for images, targets in report.batches(train_loader, epoch):
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            optimizer.param_groups[0]["lr"] = lr * min(1, (epoch * len(train_loader) + report.step) / warmup)
             with autocast:
                 outputs = net(augment(images))
                 loss = criterion(outputs, targets)

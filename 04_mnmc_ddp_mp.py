@@ -72,6 +72,7 @@ def main(local_rank, args):
     # 3. define loss and optimizer
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    warmup = max(1, round(args.warmup_epochs * len(train_loader)))  # steps
     autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
@@ -82,6 +83,7 @@ def main(local_rank, args):
         totals = torch.zeros(3, device=device)  # loss, correct, images: summed there, so that no step waits
         for images, targets in report.batches(train_loader, epoch):
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            optimizer.param_groups[0]["lr"] = lr * min(1, (epoch * len(train_loader) + report.step) / warmup)
             with autocast:
                 outputs = ddp(augment(images))
                 loss = criterion(outputs, targets)

@@ -67,6 +67,7 @@ class Parser(BareParser):
         add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images a process a step")
         add("--lr", type=number(above=0), default=0.01, metavar="RATE", help="learning rate for a global batch of 256")
         add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr x global batch / 256")
+        add("--warmup-epochs", type=number(), default=0, metavar="N", help="epochs until the rate is at its peak")
         add("--workers", type=whole_number(0), metavar="N", help="loader processes; automatic: 0 for images in memory")
         self.add_machine_flags()
         add("--arch", default="resnet18", metavar="NAME", help="a torchvision network, or mnist_net")

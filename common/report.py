@@ -65,6 +65,7 @@ class Report:
             "batch_size": args.batch_size,
             "global_batch": args.batch_size * world_size,
             "lr": lr,
+            "warmup_epochs": args.warmup_epochs,
             "amp": args.amp,
             "channels_last": args.channels_last,
             "compile": args.compile,
@@ -86,6 +87,7 @@ class Report:
         held = "in memory" if train_set.in_memory else "read as they come"
         options = [f"amp {args.amp}", f"seed {args.seed}"]
         options += ["channels last"] * args.channels_last + ["compiled"] * args.compile
+        options += [f"{args.warmup_epochs:g} epochs of warm-up"] * (args.warmup_epochs > 0)
         options += ["synchronised batch norm"] * r["sync_bn"]
         here = f" ({r['local_world_size']} on this machine)" if r["world_size"] > 1 else ""
         self.print(

@@ -142,6 +142,19 @@ def test_the_learning_rate_follows_the_batch_size_unless_told_not_to(run, small_
     assert "lr 0.01 -> 0.01" in run("01_snsc.py", *QUICK, small_folder, "--lr-scaling", "none").out
 
 
+@pytest.mark.parametrize("script", IN_PROCESS)
+def test_the_learning_rate_climbs_to_its_peak_in_the_warm_up(run, small_folder, monkeypatch, script):
+    rates = []
+    step = torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self)))
+    given = [*QUICK, small_folder, "--lr", 0.3, "--lr-scaling", "none", "--epochs", 2]
+    end = run(script, *given, "--warmup-epochs", 1.3)  # 4 of 6 steps
+    assert "lr 0.3 -> 0.3 | amp none, seed 0, 1.3 epochs of warm-up\n" in end.out
+    assert rates == pytest.approx([0.075, 0.15, 0.225, 0.3, 0.3, 0.3])
+    del rates[:]
+    assert "warm-up" not in run(script, *given).out and rates == [0.3] * 6
+
+
 @needs_gpu
 def test_a_gpu_is_used_where_there_is_one(run, small_folder):
     for amp in ("none", "bf16", "fp16"):
