@@ -70,7 +70,7 @@ class Parser(BareParser):
         add("--warmup-epochs", type=number(), default=0, metavar="N", help="epochs until the rate is at its peak")
         add("--workers", type=whole_number(0), metavar="N", help="loader processes; automatic: 0 for images in memory")
         self.add_machine_flags()
-        add("--arch", default="resnet18", metavar="NAME", help="a torchvision network, or mnist_net")
+        add("--arch", default="resnet18", metavar="NAME", help="a torchvision network, mnist_net or small_net")
         add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
         add("--seed", type=whole_number(0, 2**32), default=0, metavar="N", help="of weights, order, augmentation")
         add("--limit", type=whole_number(1), metavar="N", help="use N training images only, for a quick try")

@@ -6,7 +6,7 @@ from conftest import flags
 
 from common.data import MemoryImages
 from common.errors import UserError
-from common.models import MnistNet, build_model
+from common.models import MnistNet, SmallNet, build_model
 
 
 def images(channels, size, classes=10):
@@ -21,12 +21,23 @@ def test_mnist_net_is_the_network_of_the_mnist_examples():
     assert sum(p.numel() for p in net.parameters()) == weights == 1_199_882
 
 
-@pytest.mark.parametrize("arch", ["mnist_net", "resnet18", "mobilenet_v3_small"])
+@pytest.mark.parametrize("arch", ["mnist_net", "small_net", "resnet18", "mobilenet_v3_small"])
 @pytest.mark.parametrize(("channels", "size"), [(1, (28, 28)), (3, (32, 48))])
 def test_networks_fit_the_channels_and_classes_of_a_dataset(arch, channels, size):
     net = build_model(flags("--arch", arch), images(channels, size, classes=7))
     assert net.training
     assert net(torch.rand(2, channels, *size)).shape == (2, 7)
+
+
+def test_the_last_batch_norms_of_small_net_see_one_value_of_each_image():
+    net = SmallNet()
+    sizes = []
+    for layer in net:
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            layer.register_forward_hook(lambda _, given, out: sizes.append(tuple(given[0].shape[2:])))
+    assert net(torch.zeros(4, 3, 32, 32)).shape == (4, 10)
+    assert sizes == [(16, 16), (8, 8), (4, 4), (2, 2), (1, 1)]
+    assert sum(p.numel() for p in net.parameters()) == 246_682
 
 
 @pytest.mark.parametrize("arch", ["googlenet", "inception_v3"])
