@@ -3,6 +3,7 @@
 python tools/bench.py input    what feeding the network costs
 python tools/bench.py ddp      what DistributedDataParallel costs, and what it gives
 python tools/bench.py train    what 06 costs beside the bare step, and a checkpoint
+torchrun … tools/bench.py scaling    what all_reduce and a step cost, by number of processes
 """
 
 import sys
@@ -12,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import one_line_errors
 from common.flags import Parser, whole_number
-from tools import bench_ddp, bench_input, bench_train
+from tools import bench_ddp, bench_input, bench_scaling, bench_train
 
-BENCHES = {"input": bench_input, "ddp": bench_ddp, "train": bench_train}
+BENCHES = {"input": bench_input, "ddp": bench_ddp, "train": bench_train, "scaling": bench_scaling}
 
 
 def parse_args():
