@@ -1,0 +1,263 @@
+"""tools/experiments.py: what is run, in which order, and what of it is recorded."""
+
+import argparse
+import json
+import re
+import runpy
+import shlex
+import signal
+import sys
+
+import psutil
+import pytest
+from conftest import ROOT, start, write_images
+
+from common.errors import UserError
+from tools import experiments, records
+from tools.experiments import Machine
+
+LAPTOP, ONE_GPU, BOX = Machine("cpu", 2, "laptop"), Machine("cuda", 1, "one-gpu"), Machine("cuda", 8, "box")
+
+
+def asked(*given):
+    """The flags of tools/experiments.py."""
+    sys.argv[1:] = map(str, given)
+    return experiments.parse_args()
+
+
+@pytest.fixture(autouse=True)
+def own_flags(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["experiments.py"])
+    monkeypatch.setattr(experiments, "slurm_answers", lambda: True)
+    monkeypatch.chdir(ROOT)
+
+
+def commands(name, machine, *given):
+    return [run.command for run in experiments.plan(name, machine, asked(name, *given))]
+
+
+def counts(found):
+    """The numbers of processes in commands."""
+    return {int(n) for command in found for n in re.findall(r"--nproc-per-node[= ](\d+)", command)}
+
+
+# What is run
+
+
+@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+def test_every_command_is_one_that_its_script_takes(name, monkeypatch):
+    parsers = {}
+    for command in commands(name, LAPTOP):
+        words = shlex.split(command)
+        k = next(k for k, word in enumerate(words) if word.endswith(".py"))
+        if words[k] not in parsers:
+            parsers[words[k]] = runpy.run_path(str(ROOT / words[k]), run_name="read")["parse_args"]
+        monkeypatch.setattr(sys, "argv", words[k:])
+        args = parsers[words[k]]()
+        assert args.seed in range(5) and args.log_file is None
+
+
+def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
+    assert counts(commands("speed", LAPTOP)) == {1, 2} and counts(commands("speed", BOX)) == {1, 2, 4, 8}
+    assert counts(commands("speed", ONE_GPU)) == {1}
+    assert counts(commands("accuracy", LAPTOP)) == {2, 4, 8, 16} and counts(commands("accuracy", BOX)) == {2, 4, 8}
+    assert counts(commands("syncbn", LAPTOP)) == {2, 4}
+    assert counts(commands("scaling", LAPTOP)) == {1, 2, 3, 4, 6, 8} and counts(commands("scaling", BOX)) == {
+        1,
+        2,
+        4,
+        8,
+    }
+    assert counts(commands("scaling", LAPTOP, "--processes", 1, 5)) == {1, 5}
+    with pytest.raises(UserError, match="--processes 16: 8 GPUs here; each process needs its own"):
+        commands("speed", BOX, "--processes", 16)
+    with pytest.raises(UserError, match="syncbn needs two processes or more, and there is one GPU"):
+        commands("syncbn", ONE_GPU)
+
+
+def test_threads_are_set_on_cpus_and_left_alone_on_gpus():
+    on_cpus = commands("speed", LAPTOP, "--repeats", 1)
+    assert {c.split()[0] for c in on_cpus} == {"OMP_NUM_THREADS=1", "OMP_NUM_THREADS=2"}
+    assert [c for c in on_cpus if "01_snsc" in c and c.startswith("OMP_NUM_THREADS=2")]
+    assert not [c for c in commands("speed", BOX) if "OMP_NUM_THREADS" in c]
+
+
+def test_the_ladders_of_accuracy_differ_in_what_they_are_about():
+    plan = commands("accuracy", LAPTOP, "--processes", 1, 16)
+    one, published, scaled, same = plan
+    assert one.startswith("python 01_snsc.py") and "--batch-size" not in one
+    assert "--batch-size 256 --epochs 5 --lr 0.02 --lr-scaling none" in published
+    assert "--batch-size 256 --epochs 5 --warmup-epochs 3" in scaled and "--lr" not in scaled
+    assert "--batch-size 16 --epochs 5 --lr-scaling none" in same
+    assert all("--nproc-per-node=16 " in command for command in plan[1:])
+
+
+def test_synchronised_batch_norm_is_compared_on_the_same_images_in_a_step():
+    plan = commands("syncbn", LAPTOP, "--repeats", 1)
+    synced = [command for command in plan if command.endswith(" --sync-bn")]
+    assert len(synced) == 8
+    for command in synced:
+        assert command.removesuffix(" --sync-bn") in plan
+        n, batch = (int(re.search(rf"{flag}[= ](\d+)", command)[1]) for flag in ("--nproc-per-node", "--batch-size"))
+        alone = [c for c in plan if c.startswith("python 01_snsc.py") and f"--batch-size {n * batch} " in c]
+        assert len(alone) == 1, "one process with the same global batch, once"
+
+
+def test_every_second_repeat_runs_in_reverse_order():
+    plan = [re.sub(r" --seed \d+", "", command) for command in commands("speed", LAPTOP, "--repeats", 3)]
+    third = len(plan) // 3
+    first, second, last = plan[:third], plan[third : 2 * third], plan[2 * third :]
+    assert first == last == second[::-1] != second
+
+
+def test_srun_is_left_out_where_it_does_not_answer(monkeypatch):
+    assert [c for c in commands("speed", LAPTOP) if "srun " in c]
+    monkeypatch.setattr(experiments, "slurm_answers", lambda: False)
+    assert not [c for c in commands("speed", LAPTOP) if "srun " in c]
+
+
+def test_the_commands_of_the_readme_and_the_notebooks_are_taken():
+    texts = [(ROOT / name).read_text() for name in ("README.md", "results/README.md", "tools/experiments.py")]
+    texts += [path.read_text() for path in (ROOT / "notebooks").glob("*.ipynb")]
+    found = {
+        m
+        for text in texts
+        for m in re.findall(r"python tools/experiments\.py((?: (?:--list|--dry-run|[a-z]+))+)", text)
+    }
+    assert {" --list", " speed", " syncbn", " accuracy", " scaling"} <= {re.sub(r" --dry-run$", "", m) for m in found}
+    for given in found:
+        assert asked(*given.split())
+
+
+def test_a_name_that_is_no_experiment_is_answered_with_those_that_are(capsys):
+    with pytest.raises(SystemExit) as end:
+        asked("sped")
+    assert end.value.code == 2
+    assert (
+        "sped: no such experiment, expected one or more of speed, syncbn, accuracy, scaling" in capsys.readouterr().err
+    )
+
+
+# What is recorded
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+TINY = ["--machine", "tiny", "--processes", 1, 2, "--arch", "mnist_net", "--epochs", 1, "--data-dir"]
+
+
+def test_a_stopped_experiment_goes_on_with_what_is_missing(results, small_folder, monkeypatch, capsys):
+    given = ["accuracy", *TINY, small_folder]
+    execute, calls = experiments.execute, []
+
+    def stop_at_the_third(command):
+        calls.append(command)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return execute(command)
+
+    monkeypatch.setattr(experiments, "execute", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        experiments.main(asked(*given))
+    path = results / "accuracy/tiny.jsonl"
+    assert [r["command"] for r in records.read(path)] == calls[:2]
+
+    seen = capsys.readouterr().out
+    assert "[1/4] python 01_snsc.py" in seen and "[2/4] torchrun" in seen and "== test: [1/1]" in seen
+    assert re.search(r"recorded; 0:00:\d\d passed, about 0:00:\d\d left", seen)
+
+    experiments.main(asked(*given, "--dry-run"))
+    missing = capsys.readouterr().out.splitlines()
+    assert missing[-2:] == [c for c in commands(*given[:1], LAPTOP, *given[1:]) if c not in calls[:2]]
+    experiments.main(asked(*given))
+    one, *several = records.read(path)
+    assert len(several) == 3 and len({r["command"] for r in several}) == 3
+    assert (one["world_size"], one["script"], one["lr"]) == (1, "01_snsc.py", 0.01)
+    assert {(r["world_size"], r["batch_size"]) for r in several} == {(2, 256), (2, 128)}
+    assert all(0 < r["launch_seconds"] < 300 for r in (one, *several))
+    experiments.main(asked(*given))
+    assert "4 of 4 runs recorded" in capsys.readouterr().out and len(records.read(path)) == 4
+
+
+def test_a_run_that_fails_says_why_and_is_not_recorded(results, small_folder, capsys):
+    (small_folder / "train/cat/000.png").write_bytes(b"no image")
+    with pytest.raises(
+        UserError, match=r"exit code 2: 01_snsc.py: error: .*000\.png.*what is recorded stays. It was: py"
+    ):
+        experiments.main(asked("accuracy", *TINY, small_folder))
+    assert not (results / "accuracy/tiny.jsonl").exists()
+
+
+def test_a_file_that_holds_no_records_is_named_before_anything_runs(results, capsys):
+    (results / "speed").mkdir(parents=True)
+    (results / "speed/tiny.jsonl").write_text('{"command": "a"}\nhello\n')
+    with pytest.raises(records.RecordError, match=r"tiny\.jsonl, line 2: 'hello' given, expected a record as JSON"):
+        experiments.main(asked("speed", "--machine", "tiny"))
+
+
+def test_ctrl_c_stops_the_run_and_leaves_neither_processes_nor_half_a_record(tmp_path):
+    write_images(tmp_path, "train", (32, 32))
+    write_images(tmp_path, "test", (32, 32))
+    code = "import sys; from pathlib import Path; sys.argv[0] = 'tools/experiments.py'; from tools import experiments; "
+    code += f"experiments.RESULTS = Path({str(tmp_path / 'results')!r}); from common.errors import one_line_errors\n"
+    code += "with one_line_errors(): experiments.main(experiments.parse_args())"
+    given = ["accuracy", "--machine", "tiny", "--processes", "2", "--data-dir", tmp_path, "--epochs", "100000"]
+    process = start("-c", code, *given)
+    for line in process.stdout:
+        if "== test: [2/" in line:
+            break
+    else:
+        pytest.fail(process.stderr.read())
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped" in err and "Traceback" not in err
+    assert not psutil.wait_procs(children, timeout=60)[1], "all have ended"
+    assert not (tmp_path / "results/accuracy/tiny.jsonl").exists()
+
+
+def test_records_on_the_way_to_a_chart_are_checked(tmp_path):
+    line = {"device": "cpu", "device_name": "a", "cores": 2, "torch": "2", "started": "now", "command": "c", "x": 1.5}
+    path = tmp_path / "speed/me.jsonl"
+    path.parent.mkdir()
+
+    def load(record, columns):
+        path.write_text(json.dumps(record) + "\n")
+        return records.load("speed", "me", columns, results=tmp_path)
+
+    assert load(line, {"x": float}) == [line] and load(line | {"x": 1}, {"x": float})
+    for value, kind in (
+        (1.5, int),
+        ("1", float),
+        (True, int),
+        (True, float),
+        (1, bool),
+        (float("nan"), float),
+        (1, list),
+    ):
+        with pytest.raises(records.RecordError, match=r"me\.jsonl, line 1: x is .*, expected a value of type"):
+            load(line | {"x": value}, {"x": kind})
+    with pytest.raises(
+        records.RecordError, match=r"line 1: no column 'y', but device, .*experiments.py speed --machine me"
+    ):
+        load(line, {"y": int})
+    with pytest.raises(records.RecordError, match=r"no .*you\.jsonl, expected one of me \(make charts MACHINE=me\)"):
+        records.load("speed", "you", {}, results=tmp_path)
+    with pytest.raises(records.RecordError, match=r"no .*me\.jsonl; record some: python tools/experiments.py scaling"):
+        records.load("scaling", "me", {}, results=tmp_path)
+
+
+def test_the_name_of_a_machine_is_that_of_its_device(monkeypatch):
+    monkeypatch.setattr(experiments, "device_name", lambda device: "AMD EPYC (TM) 7-Core")
+    monkeypatch.setattr(experiments, "cpu_count", lambda: 4)
+    monkeypatch.setattr(experiments, "pick_device", lambda: argparse.Namespace(type="cpu"))
+    assert Machine.here() == ("cpu", 4, "amd-epyc-tm-7-core-4-cores")
+    monkeypatch.setattr(experiments, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(experiments, "pick_device", lambda: argparse.Namespace(type="cuda"))
+    monkeypatch.setattr(experiments.torch.accelerator, "device_count", lambda: 8)
+    assert Machine.here() == ("cuda", 8, "nvidia-h200-x-8")
