@@ -61,6 +61,7 @@ def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
     assert counts(commands("speed", LAPTOP)) == {1, 2} and counts(commands("speed", BOX)) == {1, 2, 4, 8}
     assert counts(commands("speed", ONE_GPU)) == {1}
     assert counts(commands("accuracy", LAPTOP)) == {2, 4, 8, 16} and counts(commands("accuracy", BOX)) == {2, 4, 8}
+    assert counts(commands("accuracy", LAPTOP._replace(memory=8 * 2**30))) == {2, 4}
     assert counts(commands("syncbn", LAPTOP)) == {2, 4}
     assert counts(commands("scaling", LAPTOP)) == {1, 2, 3, 4, 6, 8} and counts(commands("scaling", BOX)) == {
         1,
@@ -68,11 +69,29 @@ def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
         4,
         8,
     }
-    assert counts(commands("scaling", LAPTOP, "--processes", 1, 5)) == {1, 5}
-    with pytest.raises(UserError, match="--processes 16: 8 GPUs here; each process needs its own"):
+    assert counts(commands("scaling", LAPTOP, "--processes", 1, 5, 6)) == {1, 5, 6}
+    with pytest.raises(UserError, match="--processes 16: 8 GPUs here, and each process needs its own"):
         commands("speed", BOX, "--processes", 16)
-    with pytest.raises(UserError, match="syncbn needs two processes or more, and there is one GPU"):
-        commands("syncbn", ONE_GPU)
+    for name, needs in (
+        ("syncbn", "two processes"),
+        ("accuracy", "one process and more"),
+        ("scaling", "1, 2 and more"),
+    ):
+        with pytest.raises(UserError, match=rf"{name} needs {needs}.*, found 1 on 1 GPU: .*--processes 1 2 4"):
+            commands(name, ONE_GPU)
+    with pytest.raises(UserError, match="syncbn needs two processes or more, found 1 on 2 cores"):
+        commands("syncbn", LAPTOP, "--processes", 1)
+
+
+def test_a_list_goes_on_after_an_experiment_that_this_machine_cannot_do(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    monkeypatch.setattr(Machine, "here", lambda: ONE_GPU)
+    experiments.main(asked("--list"))
+    out = capsys.readouterr().out
+    assert "this machine: one-gpu (1 GPU)" in out and out.count("left out: ") == 3
+    assert re.search(r"speed: .*\n   0 of \d+ runs recorded in .*speed/one-gpu.jsonl", out)
+    experiments.main(asked("syncbn", "speed", "--dry-run"))
+    assert "left out: syncbn needs" in (out := capsys.readouterr().out) and " 02_snmc_dp.py" in out
 
 
 def test_threads_are_set_on_cpus_and_left_alone_on_gpus():
@@ -89,6 +108,7 @@ def test_the_ladders_of_accuracy_differ_in_what_they_are_about():
     assert "--batch-size 256 --epochs 5 --lr 0.02 --lr-scaling none" in published
     assert "--batch-size 256 --epochs 5 --warmup-epochs 3" in scaled and "--lr" not in scaled
     assert "--batch-size 16 --epochs 5 --lr-scaling none" in same
+    assert "--warmup-epochs 1 " in commands("accuracy", LAPTOP, "--processes", 1, 2)[2]
     assert all("--nproc-per-node=16 " in command for command in plan[1:])
 
 
@@ -129,13 +149,15 @@ def test_the_commands_of_the_readme_and_the_notebooks_are_taken():
         assert asked(*given.split())
 
 
-def test_a_name_that_is_no_experiment_is_answered_with_those_that_are(capsys):
-    with pytest.raises(SystemExit) as end:
-        asked("sped")
-    assert end.value.code == 2
-    assert (
-        "sped: no such experiment, expected one or more of speed, syncbn, accuracy, scaling" in capsys.readouterr().err
-    )
+def test_a_name_that_will_not_do_is_answered_with_those_that_will(capsys):
+    for given, expected in (
+        (["sped"], "sped: no such experiment, expected one or more of speed, syncbn, accuracy, scaling"),
+        ([], "name one or more of speed, syncbn, accuracy, scaling, or see --list"),
+        (["speed", "--machine", "../mine"], "argument --machine: '../mine' given, expected letters, digits"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            asked(*given)
+        assert end.value.code == 2 and expected in capsys.readouterr().err
 
 
 # What is recorded
@@ -183,13 +205,45 @@ def test_a_stopped_experiment_goes_on_with_what_is_missing(results, small_folder
     assert "4 of 4 runs recorded" in capsys.readouterr().out and len(records.read(path)) == 4
 
 
-def test_a_run_that_fails_says_why_and_is_not_recorded(results, small_folder, capsys):
+def test_a_run_that_fails_says_why_and_leaves_nothing(results, small_folder, capsys):
     (small_folder / "train/cat/000.png").write_bytes(b"no image")
-    with pytest.raises(
-        UserError, match=r"exit code 2: 01_snsc.py: error: .*000\.png.*what is recorded stays. It was: py"
-    ):
-        experiments.main(asked("accuracy", *TINY, small_folder))
-    assert not (results / "accuracy/tiny.jsonl").exists()
+    one = experiments.plan("accuracy", LAPTOP, asked("accuracy", *TINY, small_folder))[0]
+    with pytest.raises(UserError, match=r"exit code 2: 01_snsc\.py: error: .*000\.png.*is recorded stays\. It was: py"):
+        experiments.execute(one.command)
+    assert list(results.iterdir()) == []
+
+
+def test_one_failure_does_not_keep_the_other_runs_from_being_recorded(results, monkeypatch, capsys):
+    todo = [(results / "a/tiny.jsonl", experiments.Run(command, 10)) for command in "abcde"]
+
+    def fail_at(*bad):
+        def execute(command):
+            if command in bad:
+                raise UserError(f"{command} does not work")
+            return [{"command": command}]
+
+        monkeypatch.setattr(experiments, "execute", execute)
+
+    fail_at("b", "d")
+    with pytest.raises(UserError, match="2 of 5 runs failed, the first: b does not work"):
+        experiments.run_all(todo)
+    assert experiments.recorded(results / "a/tiny.jsonl") == {"a", "c", "e"}
+    capsys.readouterr()
+    fail_at("a", "b", "c")
+    with pytest.raises(UserError, match=r"^b does not work"):  # two in a row: something else is wrong
+        experiments.run_all(todo)
+    assert "[3/5] c" not in capsys.readouterr().out
+
+
+def test_half_a_run_counts_as_none(results):
+    path = results / "tiny.jsonl"
+    path.parent.mkdir()
+    lines = [{"command": f"a --epochs 3 --log-file {path}", "epoch": k} for k in (1, 2)] + [{"command": "bench"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert experiments.recorded(path) == {"bench"}
+    with path.open("a") as file:
+        file.write(json.dumps(lines[0] | {"epoch": 3}) + "\n")
+    assert experiments.recorded(path) == {"bench", "a --epochs 3"}
 
 
 def test_a_file_that_holds_no_records_is_named_before_anything_runs(results, capsys):
@@ -222,7 +276,16 @@ def test_ctrl_c_stops_the_run_and_leaves_neither_processes_nor_half_a_record(tmp
 
 
 def test_records_on_the_way_to_a_chart_are_checked(tmp_path):
-    line = {"device": "cpu", "device_name": "a", "cores": 2, "torch": "2", "started": "now", "command": "c", "x": 1.5}
+    line = {
+        "device": "cpu",
+        "device_name": "a",
+        "cores": 2,
+        "torch": "2",
+        "torchvision": "0",
+        "started": "now",
+        "command": "c",
+        "x": 1.5,
+    }
     path = tmp_path / "speed/me.jsonl"
     path.parent.mkdir()
 
@@ -256,8 +319,9 @@ def test_the_name_of_a_machine_is_that_of_its_device(monkeypatch):
     monkeypatch.setattr(experiments, "device_name", lambda device: "AMD EPYC (TM) 7-Core")
     monkeypatch.setattr(experiments, "cpu_count", lambda: 4)
     monkeypatch.setattr(experiments, "pick_device", lambda: argparse.Namespace(type="cpu"))
-    assert Machine.here() == ("cpu", 4, "amd-epyc-tm-7-core-4-cores")
+    assert Machine.here()[:3] == ("cpu", 4, "amd-epyc-tm-7-core-4-cores")
     monkeypatch.setattr(experiments, "device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(experiments, "pick_device", lambda: argparse.Namespace(type="cuda"))
     monkeypatch.setattr(experiments.torch.accelerator, "device_count", lambda: 8)
-    assert Machine.here() == ("cuda", 8, "nvidia-h200-x-8")
+    assert Machine.here()[:3] == ("cuda", 8, "nvidia-h200-x-8")
+    assert 2**30 < Machine.here().memory < 2**50

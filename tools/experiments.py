@@ -13,6 +13,7 @@ weighs on all alike.
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -36,12 +37,14 @@ from common.report import device_name
 from tools.measure import pick_device
 from tools.records import RESULTS, ROOT, RecordError, read
 
+STOP = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
+PROCESS_MEMORY = 1.4 * 2**30  # bytes: ResNet-18 with 256 images a step and CIFAR-10 in memory
 PUBLISHED_BATCH = 256  # images a process, in the accuracy experiment
 SYNCBN_BATCHES = (4, 8, 16, 32)  # images a process, in the syncbn experiment
 
 
 class Run(NamedTuple):
-    """A command as a user would type it, which is also its name in results/, and how many images it trains on."""
+    """A command as a user would type it, which is also its name in results/, and how long it is beside others."""
 
     command: str
     images: int
@@ -56,24 +59,26 @@ def speed(machine, args, repeat):
     size = 128 if on_cpu else 256  # images a step of a process
     each = args.limit or 30 * size  # images of a process
 
-    def run(launch, script, batch, images, processes=1, threads=1):
-        threads = f"OMP_NUM_THREADS={threads} " if on_cpu else ""
+    def run(launch, script, batch, images, processes=1, threads=1, gpus=""):
+        setting = f"OMP_NUM_THREADS={threads} " if on_cpu else gpus
         flags = f"--batch-size {batch} --limit {images} --epochs 1{extra(args)} --seed {repeat}"
-        return Run(f"{threads}{launch.format(processes)}{script} {flags}", images)
+        return Run(f"{setting}{launch.format(processes)}{script} {flags}", images)
 
     most = max(args.processes)
     runs = [
         run("python ", "01_snsc.py", size, each, threads=k) for k in (sorted({1, *args.processes}) if on_cpu else [1])
     ]
-    gpus = 1 if on_cpu else most  # DataParallel splits a batch over them
-    runs.append(run("python ", "02_snmc_dp.py", gpus * size, gpus * each, threads=most))
+    split = 1 if on_cpu else most  # DataParallel takes all GPUs that it sees, and splits a batch over them
+    seen = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(most)))} "
+    runs.append(run("python ", "02_snmc_dp.py", split * size, split * each, threads=most, gpus=seen))
     for n in args.processes:
         runs.append(run(TORCHRUN, "03_mnmc_ddp_launch.py", size, n * each, n))
         if n > 1:  # the same global batch for any number of processes
             runs.append(run(TORCHRUN, "03_mnmc_ddp_launch.py", size // n, each, n))
     runs.append(run("python ", f"04_mnmc_ddp_mp.py --nproc-per-node {most}", size, most * each, most))
     if slurm_answers():
-        runs.append(run("srun --nodes=1 --ntasks-per-node={} python ", "05_mnmc_ddp_slurm.py", size, most * each, most))
+        srun = "srun --nodes=1 --ntasks-per-node={} " + ("" if on_cpu else f"--gpus-per-node={most} ") + "python "
+        runs.append(run(srun, "05_mnmc_ddp_slurm.py", size, most * each, most))
     return runs
 
 
@@ -103,9 +108,10 @@ def accuracy(machine, args, repeat):
     commands = [f"python 01_snsc.py {flags} {epochs} --lr-scaling none{arch} {seed}"]
     for n in (n for n in args.processes if n > 1):
         start = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size"
+        warmup = max(1, n.bit_length() - 2)  # 1, 1, 2, 3 epochs for 2, 4, 8, 16 processes: the higher, the slower
         commands += [
             f"{start} {PUBLISHED_BATCH} {epochs} --lr 0.02 --lr-scaling none{arch} {seed}",
-            f"{start} {PUBLISHED_BATCH} {epochs} --warmup-epochs 3{arch} {seed}",
+            f"{start} {PUBLISHED_BATCH} {epochs} --warmup-epochs {warmup}{arch} {seed}",
             f"{start} {PUBLISHED_BATCH // n} {epochs} --lr-scaling none{arch} {seed}",
         ]
     return [Run(command, images) for command in commands]
@@ -114,15 +120,17 @@ def accuracy(machine, args, repeat):
 def scaling(machine, args, repeat):
     """Seconds of all_reduce by size and number of processes, and of a training step and its parts."""
     flags = f"--batch-size 64{extra(args)} --seed {repeat}"
-    return [Run(f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench.py scaling {flags}", n) for n in args.processes]
+    return [
+        Run(f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench.py scaling {flags}", 5000 * n) for n in args.processes
+    ]
 
 
 TORCHRUN = "torchrun --nnodes=1 --nproc-per-node={} "
-EXPERIMENTS = {  # name -> (function, how many repeats, numbers of processes on CPUs)
-    "speed": (speed, 5, None),
-    "syncbn": (syncbn, 3, [2, 4]),
-    "accuracy": (accuracy, 1, [1, 2, 4, 8, 16]),
-    "scaling": (scaling, 3, [1, 2, 3, 4, 6, 8]),
+EXPERIMENTS = {  # name -> (function, how many repeats, numbers of processes on CPUs, how many of them it needs)
+    "speed": (speed, 5, None, 1),
+    "syncbn": (syncbn, 3, [2, 4], 1),
+    "accuracy": (accuracy, 1, [1, 2, 4, 8, 16], 2),
+    "scaling": (scaling, 3, [1, 2, 3, 4, 6, 8], 3),
 }
 
 
@@ -140,11 +148,11 @@ def extra(args):
 
 
 def slurm_answers():
-    """Whether srun can start something from here."""
-    if not shutil.which("sinfo"):
+    """Whether srun starts something from here, soon."""
+    if not shutil.which("srun"):
         return False
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return subprocess.run(["sinfo"], capture_output=True, timeout=10).returncode == 0
+        return subprocess.run(["srun", "--immediate=10", "true"], capture_output=True, timeout=30).returncode == 0
     return False
 
 
@@ -155,6 +163,11 @@ class Machine(NamedTuple):
     device: str
     devices: int  # GPUs, or cores if there are none
     name: str
+    memory: float = math.inf  # bytes
+
+    @property
+    def kind(self):
+        return ("core" if self.device == "cpu" else "GPU") + "s" * (self.devices != 1)
 
     @classmethod
     def here(cls):
@@ -166,12 +179,12 @@ class Machine(NamedTuple):
             devices = torch.accelerator.device_count()
             count = f"x {devices}" if devices > 1 else ""
         name = re.sub(r"[^a-z0-9]+", "-", f"{device_name(device)} {count}".lower()).strip("-")
-        return cls(device.type, devices, name)
+        return cls(device.type, devices, name, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
     def process_counts(self, on_cpus):
-        """How many processes an experiment takes: powers of two, of what is here; CPUs may be shared."""
+        """How many processes an experiment takes: powers of two, of what is here. Cores may be shared, memory not."""
         if self.device == "cpu" and on_cpus:
-            return on_cpus
+            return [n for n in on_cpus if n * PROCESS_MEMORY <= self.memory] or on_cpus[:1]
         return [2**k for k in range(self.devices.bit_length()) if 2**k <= self.devices]
 
 
@@ -186,7 +199,7 @@ def parse_args():
     add("experiments", nargs="*", metavar="EXPERIMENT", help=f"one or more of {', '.join(EXPERIMENTS)}")
     add("--list", action="store_true", help="say what there is and what is recorded, and run nothing")
     add("--dry-run", action="store_true", help="print the commands that are still to run, and run nothing")
-    add("--machine", metavar="NAME", help="what to call this machine; automatic: after its device")
+    add("--machine", type=file_name, metavar="NAME", help="what to call this machine; automatic: after its device")
     add("--processes", nargs="+", type=whole_number(1), metavar="N", help="numbers of processes; automatic: as fits")
     add(
         "--repeats",
@@ -207,19 +220,35 @@ def parse_args():
     return args
 
 
+def file_name(text):
+    """The type of a flag that names a file of results/."""
+    if not re.fullmatch(r"[A-Za-z0-9][-\w.]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} given, expected letters, digits, hyphens and dots, as in my-laptop")
+    return text
+
+
 def plan(name, machine, args):
-    """All runs of an experiment in their order."""
-    function, repeats, on_cpus = EXPERIMENTS[name]
+    """All runs of an experiment in their order.
+
+    Raises:
+        UserError: this machine, or what was asked of it, does not do.
+    """
+    function, repeats, on_cpus, least = EXPERIMENTS[name]
     here = argparse.Namespace(**vars(args))
-    here.processes = sorted(set(args.processes or machine.process_counts(on_cpus)))
-    if machine.device != "cpu" and max(here.processes) > machine.devices:
-        raise UserError(f"--processes {max(here.processes)}: {machine.devices} GPUs here; each process needs its own")
-    if name == "syncbn":
-        here.processes = [n for n in here.processes if n > 1]
-        if not here.processes:
-            raise UserError(
-                "syncbn needs two processes or more, and there is one GPU: hide it with CUDA_VISIBLE_DEVICES="
-            )
+    counts = sorted(set(args.processes or machine.process_counts(on_cpus)))
+    here.processes = [n for n in counts if n > 1 or name != "syncbn"]  # of which one process is no case
+    if machine.device != "cpu" and counts[-1] > machine.devices:
+        raise UserError(f"--processes {counts[-1]}: {machine.devices} GPUs here, and each process needs its own")
+    if len(here.processes) < least:
+        needs = {
+            "syncbn": "two processes or more",
+            "accuracy": "one process and more",
+            "scaling": "1, 2 and more processes",
+        }
+        raise UserError(
+            f"{name} needs {needs[name]}, found {' '.join(map(str, counts))} on {machine.devices} {machine.kind}: say "
+            f"--processes 1 2 4 if it has them; without GPUs (CUDA_VISIBLE_DEVICES=) processes share the cores"
+        )
     runs = []
     for repeat in range(args.repeats or repeats):
         runs += function(machine, here, repeat)[:: -1 if repeat % 2 else 1]
@@ -227,42 +256,68 @@ def plan(name, machine, args):
 
 
 def recorded(path):
-    """The commands that a file of results holds runs of, without where they logged."""
+    """The commands that a file of results holds whole runs of, without where they logged."""
+    last = {}
     with contextlib.suppress(FileNotFoundError):
-        return {re.sub(r" --log(-file)? \S+", "", record.get("command", "")) for record in read(path)}
-    return set()
+        for record in read(path):
+            command = re.sub(r" --log(-file)? \S+", "", record.get("command", ""))
+            last[command] = max(last.get(command, 0), record.get("epoch", math.inf))
+    epochs = {command: re.search(r" --epochs (\d+)", command) for command in last}
+    return {command for command in last if not epochs[command] or last[command] >= int(epochs[command][1])}
 
 
 def main(args):
+    args.data_dir = args.data_dir and os.path.abspath(args.data_dir)
     os.chdir(ROOT)
     machine = Machine.here()
-    devices = "cores" if machine.device == "cpu" else "GPUs"
-    print(f"this machine: {args.machine or machine.name} ({machine.devices} {devices})")
-    todo = []
-    for name in args.experiments or EXPERIMENTS:
+    print(f"this machine: {args.machine or machine.name} ({machine.devices} {machine.kind})")
+    names, todo = args.experiments or list(EXPERIMENTS), []
+    for name in names:
         path = RESULTS / name / f"{args.machine or machine.name}.jsonl"
-        runs, done = plan(name, machine, args), recorded(path)
-        missing = [run for run in runs if run.command not in done]
         print(f"\n{name}: {EXPERIMENTS[name][0].__doc__}")
+        try:
+            runs, done = plan(name, machine, args), recorded(path)
+        except UserError as error:
+            if len(names) == 1:
+                raise
+            print(f"   left out: {error}")
+            continue
+        missing = [run for run in runs if run.command not in done]
         print(f"   {len(runs) - len(missing)} of {len(runs)} runs recorded in {os.path.relpath(path, ROOT)}")
         todo += [(path, run) for run in missing]
-    if args.list:
-        return
-    if args.dry_run:
+    if args.dry_run and not args.list:
         print("\n".join(run.command for _, run in todo))
-        return
+    elif not args.list:
+        for number in STOP:
+            signal.signal(number, lambda *_: sys.exit(143))  # and so stop the run as well
+        run_all(todo)
 
-    begin, images = time.monotonic(), sum(run.images for _, run in todo)
-    did = 0
-    for k, (path, run) in enumerate(todo):
-        print(f"\n[{k + 1}/{len(todo)}] {run.command}", flush=True)
-        records = execute(run.command)
+
+def run_all(todo):
+    """Run and record what is left to do: a list of (path, Run).
+
+    Raises:
+        UserError: two runs in a row have failed, or one at the end.
+    """
+    begin, total, did, failed = time.monotonic(), sum(run.images for _, run in todo), 0, []
+    for k, (path, run) in enumerate(todo, start=1):
+        print(f"\n[{k}/{len(todo)}] {run.command}", flush=True)
+        did += run.images
+        try:
+            records = execute(run.command)
+        except UserError as error:
+            failed.append((k, error))
+            if [k - 1, k] == [number for number, _ in failed[-2:]]:
+                raise
+            print(f"   {error}")
+            continue
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write("".join(json.dumps(record) + "\n" for record in records))
-        did += run.images
         passed = time.monotonic() - begin
-        print(f"   recorded; {clock(passed)} passed, about {clock(passed * (images - did) / did)} left", flush=True)
+        print(f"   recorded; {clock(passed)} passed, about {clock(passed * (total - did) / did)} left", flush=True)
+    if failed:
+        raise UserError(f"{len(failed)} of {len(todo)} runs failed, the first: {failed[0][1]}")
 
 
 def execute(command):
@@ -271,7 +326,11 @@ def execute(command):
     Raises:
         UserError: it failed.
     """
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "errors"), "w+") as errors:
+    RESULTS.mkdir(exist_ok=True)  # the run may be on another machine, which shares this folder
+    with (
+        tempfile.TemporaryDirectory(prefix=".run-", dir=RESULTS) as folder,
+        open(Path(folder, "errors"), "w+") as errors,
+    ):
         log = Path(folder, "log.jsonl")
         words = shlex.split(command)
         env = os.environ | dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
@@ -282,19 +341,19 @@ def execute(command):
         with subprocess.Popen([*given, "--log-file", str(log)], **options) as process:
             try:
                 for line in process.stdout:
-                    if line.startswith("global batch ="):  # the last line before the first step
+                    if line.startswith("global batch ="):  # the header: processes, data and network are there
                         started = time.monotonic() - begin
-                    if line.startswith(("   == test", "   ==  ")):
+                    if line.startswith("   == test"):
                         print(line, end="", flush=True)
             except BaseException:
                 os.killpg(process.pid, signal.SIGTERM)  # torchrun and srun hand it on
                 raise
+        errors.seek(0)
+        said = [line.strip() for line in errors if line.strip()]
         if process.returncode != 0 or not log.exists():
-            errors.seek(0)
-            said = next((line for line in errors.read().splitlines() if "error:" in line), "it said nothing")
-            raise UserError(
-                f"exit code {process.returncode}: {said.strip()}; what is recorded stays. It was: {command}"
-            )
+            why = next((line for line in said if "error" in line.lower()), said[-1] if said else "it said nothing")
+            print(*said[-20:], sep="\n", file=sys.stderr)
+            raise UserError(f"exit code {process.returncode}: {why}; what is recorded stays. It was: {command}")
         records = read(log)
     for record in records:
         record |= {"command": command, "launch_seconds": started and round(started, 2)}

@@ -2,15 +2,15 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(os.environ.get("RESULTS", ROOT / "results"))
+RESULTS = ROOT / "results"
 
 # What every figure names, whatever it shows.
-ENVIRONMENT = {"device": str, "device_name": str, "cores": int, "torch": str, "started": str, "command": str}
+ENVIRONMENT = {"device": str, "device_name": str, "cores": int, "torch": str, "torchvision": str, "started": str}
+ENVIRONMENT |= {"command": str}
 
 
 class RecordError(ValueError):
@@ -109,9 +109,8 @@ def group(lines, *columns):
 
 def hardware(record):
     """What a record was measured on, in words."""
-    where = record["device_name"] + (f", {record['cores']} cores" if record["device"] == "cpu" else "")
-    versions = f"torch {record['torch']}"
-    return f"{where}, {versions}" + (f", torchvision {record['torchvision']}" if "torchvision" in record else "")
+    cores = f", {record['cores']} cores" if record["device"] == "cpu" else ""
+    return f"{record['device_name']}{cores}, torch {record['torch']}, torchvision {record['torchvision']}"
 
 
 def spread(values, form):

@@ -6,20 +6,15 @@
 A table stands between <!-- table: NAME --> and <!-- end --> and is made by the function of that name.
 """
 
-import json
 import re
 import sys
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools import steps
-
-# Running train accuracy (%) after epochs 1 to 5, one GPU, batch 256, rate 0.01: the tutorial of
-# BIGBALLON/distribuuuu, single run, hardware not given.
-PUBLISHED_CIFAR10 = (39.198, 52.200, 58.072, 62.022, 65.076)
+from tools.records import ROOT, group, hardware, published, records, select, spread
 
 LADDER = [
     ("01_snsc.py", "one device, plain PyTorch", "python 01_snsc.py"),
@@ -47,21 +42,10 @@ LADDER = [
 ]
 
 
-def records(name):
-    """All lines of results/NAME/*.jsonl, in the order of file names and then of time."""
-    return [json.loads(line) for path in sorted(ROOT.glob(f"results/{name}/*.jsonl")) for line in path.open()]
-
-
 def table(head, rows):
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def hardware(record):
-    """What a record was measured on, in words."""
-    where = record["device_name"] + (f", {record['cores']} cores" if record["device"] == "cpu" else "")
-    return f"{where}, torch {record['torch']}, torchvision {record['torchvision']}"
 
 
 def ladder():
@@ -84,26 +68,49 @@ def by_hardware(lines, render):
     return "\n\n".join(f"On {machine}:\n\n{render(some)}" for machine, some in machines.items())
 
 
-def cifar10_runs():
-    """The records of the published setting: 01, ResNet-18, batch 256, rate 0.01, all images, float32."""
-    setting = {"script": "01_snsc.py", "data_dir": "data/cifar10", "model": "resnet18", "batch_size": 256, "lr": 0.01}
-    setting |= {"limit": None, "augment": True, "amp": "none", "world_size": 1}
-    return [r for r in records("first_runs") if setting.items() <= r.items()]
-
-
 def cifar10():
-    """Our CIFAR-10 runs beside the published one, epoch by epoch."""
+    """Our CIFAR-10 runs on one device beside the published one, epoch by epoch."""
 
     def block(runs):
         epochs = sorted({r["epoch"] for r in runs})
-        rows = [("train, published", *(f"{accuracy:.1f}" for accuracy in PUBLISHED_CIFAR10))]
+        theirs = published()["cifar10"]["runs"][0]["train_acc"]
+        rows = [("train, published", *(f"{accuracy:.1f}" for accuracy in theirs))]
         for name, key in (("train, here", "train_acc"), ("test, here", "test_acc")):
             values = [[r[key] for r in runs if r["epoch"] == epoch] for epoch in epochs]
             rows.append((name, *(f"{mean(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in values)))
         seeds = ", ".join(str(seed) for seed in sorted({r["seed"] for r in runs}))
         return f"{table(('accuracy in % after epoch', *epochs), rows)}\n\nHere: seeds {seeds}, mean (range)."
 
-    return by_hardware(cifar10_runs(), block)
+    return by_hardware(select(published_setting(), world_size=1), block)
+
+
+def published_setting():
+    """The records of the accuracy experiment on all of CIFAR-10, for as many epochs as were published."""
+    runs = select(records("accuracy"), model="resnet18", limit=None, amp="none")
+    runs = [r for r in runs if r["dataset"] == "cifar10" or r["data_dir"] == "data/cifar10"]
+    whole = group(runs, "started", "command").values()
+    return [r for run in whole if run[-1]["epoch"] == 5 for r in run]
+
+
+def accuracy():
+    """CIFAR-10 by number of processes: tools/experiments.py accuracy."""
+    theirs = {run["world_size"]: run["train_acc"][-1] for run in published()["cifar10"]["runs"]}
+
+    def block(runs):
+        last = [run[-1] for run in group(runs, "started", "command").values()]
+        rows = []
+        for (batch, lr, warmup, n), some in sorted(
+            group(last, "global_batch", "lr", "warmup_epochs", "world_size").items()
+        ):
+            as_published = some[0]["batch_size"] == 256 and not warmup
+            beside = f"{theirs[n]:.1f}" if as_published and n in theirs else ""
+            train, test = (f"{mean(r[key] for r in some):.1f}" for key in ("train_acc", "test_acc"))
+            rate = f"{lr:g}" + (f", warmed up for {warmup:g} epochs" if warmup else "")
+            rows.append((f"{n} x {some[0]['batch_size']} = {batch}", rate, train, beside, test, len(some)))
+        head = ("processes x images = global batch", "rate", "train (%)", "published (%)", "test (%)", "seeds")
+        return table(head, rows)
+
+    return by_hardware(published_setting(), block)
 
 
 def first_runs():
@@ -155,8 +162,8 @@ def _input_row(loop, some, loops):
     name = f"{loop}, 1 worker" if "loader" in loop else loop
     return (
         name,
-        _spread(speeds, ".0f"),
-        _spread(ratios, ".2f") if some is not ours else "",
+        spread(speeds, ".0f"),
+        spread(ratios, ".2f") if some is not ours else "",
         f"{memory} MiB" if memory else "",
     )
 
@@ -175,8 +182,8 @@ def ddp():
             efficiency = [a / b / processes / threads for a, b in zip(speeds, base, strict=True)]
             exposed = [1 - a / b for a, b in zip(speeds, quiet, strict=True)] if quiet not in (None, speeds) else None
             rows.append((
-                f"{processes} x {threads}", variant, _spread(speeds, ".0f"), _spread(efficiency, ".2f"),
-                _spread(exposed, ".2f") if exposed else "",
+                f"{processes} x {threads}", variant, spread(speeds, ".0f"), spread(efficiency, ".2f"),
+                spread(exposed, ".2f") if exposed else "",
             ))  # fmt: skip
         head = ("processes x threads", "variant", "images/s, median (range)", "efficiency", "exposed communication")
         return f"`{runs[0]['command'].partition(' --log')[0]}`, {len(base)} runs of each:\n\n{table(head, rows)}"
@@ -191,7 +198,7 @@ def launch():
         times = {}
         for r in runs:
             times.setdefault(r["world_size"], []).append(r["seconds"])
-        rows = [("seconds, median (range)", *(_spread(some, ".1f") for some in times.values()))]
+        rows = [("seconds, median (range)", *(spread(some, ".1f") for some in times.values()))]
         return table(("processes", *times), rows)
 
     return by_hardware([r for r in records("ddp") if r["bench"] == "launch"], block)
@@ -239,15 +246,15 @@ def train():
                 speeds = [r["images_per_second"] for r in some]
                 ratios = [a / b["images_per_second"] for a, b in zip(speeds, base, strict=True)]
                 memory = f"{max(r['peak_memory_mib'] for r in some)} MiB" if "peak_memory_mib" in some[0] else ""
-                ratio = _spread(ratios, ".3f") if some is not base else ""
-                rows.append((name, _spread(speeds, ".1f"), ratio, memory))
+                ratio = spread(ratios, ".3f") if some is not base else ""
+                rows.append((name, spread(speeds, ".1f"), ratio, memory))
             head = ("run", "images/s, median (range)", "against the bare step (the classic loader)", "peak memory")
             parts.append(f"`{command.partition(' --log')[0]}`, {len(base)} runs of each:\n\n{table(head, rows)}")
             costs = [
                 100 * checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
                 for without, saving in zip(runs["dummy"], runs["checkpoints"], strict=True)
             ]
-            parts.append(f"A checkpoint every 100 steps costs {_spread(costs, '.2f')} % of the time.")
+            parts.append(f"A checkpoint every 100 steps costs {spread(costs, '.2f')} % of the time.")
         return "\n\n".join(parts)
 
     return by_hardware(records("train"), block)
@@ -278,13 +285,9 @@ def drill():
     return by_hardware(records("drill"), block)
 
 
-def _spread(values, form):
-    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
 def render(text):
     """The text with every table made anew."""
-    make = {f.__name__: f for f in (ladder, cifar10, first_runs, input, ddp, launch, imagenet, train, drill)}
+    make = {f.__name__: f for f in (ladder, cifar10, accuracy, first_runs, input, ddp, launch, imagenet, train, drill)}
     pattern = r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)"
     return re.sub(pattern, lambda m: f"{m[1]}\n{make[m[2]]()}\n{m[3]}", text, flags=re.S)
 
