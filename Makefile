@@ -4,8 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+MACHINE ?= amd-epyc-2-cores
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint charts clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -27,6 +28,16 @@ test: $(VENV)/ready-dev  ## run the tests
 lint: $(VENV)/ready-dev  ## check style and formatting
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+charts: $(VENV)/ready  ## draw docs/figures/ anew from results/ by running notebooks/; yours: MACHINE=name
+	@set -e; for notebook in notebooks/*.ipynb; do name=`basename $$notebook .ipynb`; \
+		if [ -e results/$$name/$(MACHINE).jsonl ]; then \
+			echo "drawing $$name from results/$$name/$(MACHINE).jsonl"; drawn=1; \
+			MACHINE=$(MACHINE) $(RUN) -m jupyter nbconvert --log-level=ERROR --to notebook --execute \
+				--output-dir $(VENV)/charts $$notebook; \
+		else echo "leaving out $$name, which is not recorded: $(RUN) tools/experiments.py $$name --machine $(MACHINE)"; \
+		fi; \
+	done; [ "$$drawn" ] || { echo "make: nothing in results/ for MACHINE=$(MACHINE)" >&2; exit 2; }
 
 clean:  ## remove .venv and caches; data/ and results/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -14,6 +14,7 @@ from conftest import ALL_SCRIPTS, ROOT, start
 from torch.distributed.run import get_args_parser
 
 from tools import bench_ddp, drill, steps, tables
+from tools.records import records, select
 
 
 def make(*arguments, cwd=ROOT, env=None):
@@ -26,7 +27,8 @@ def make(*arguments, cwd=ROOT, env=None):
 
 
 def test_make_help_names_every_command():
-    assert [line.split()[1] for line in make("help").stdout.splitlines()] == ["help", "demo", "test", "lint", "clean"]
+    named = [line.split()[1] for line in make("help").stdout.splitlines()]
+    assert named == ["help", "demo", "test", "lint", "charts", "clean"]
 
 
 def fake_python(folder, body):
@@ -216,23 +218,23 @@ def test_every_script_is_shown_with_a_command_and_every_make_target_exists():
 
 def test_cifar10_is_recorded_within_a_point_and_a_half_of_the_published_run():
     for epoch, published in ((1, 39.2), (5, 65.1)):
-        accuracies = [r["train_acc"] for r in tables.cifar10_runs() if r["epoch"] == epoch]
+        accuracies = [r["train_acc"] for r in select(records("accuracy"), world_size=1, epoch=epoch)]
         assert len(accuracies) >= 3 and abs(statistics.mean(accuracies) - published) < 1.5
 
 
 def test_mnist_is_recorded_above_98_percent_after_two_epochs():
-    runs = [r for r in tables.records("first_runs") if (r["dataset"], r["model"]) == ("mnist", "mnist_net")]
+    runs = [r for r in records("first_runs") if (r["dataset"], r["model"]) == ("mnist", "mnist_net")]
     assert runs and all(r["test_acc"] > 98 for r in runs if r["epoch"] == 2)
 
 
 def test_shapes_is_recorded_above_90_percent_after_five_epochs():
-    runs = [r for r in tables.records("first_runs") if (r["dataset"], r["limit"]) == ("shapes", None)]
+    runs = [r for r in records("first_runs") if (r["dataset"], r["limit"]) == ("shapes", None)]
     assert runs and all(r["test_acc"] > 90 for r in runs if r["epoch"] == 5)
 
 
 def test_06_is_recorded_at_the_speed_of_the_bare_step_and_its_loader_faster_than_the_classic_one():
     runs = {}
-    for r in tables.records("train"):
+    for r in records("train"):
         key = r["device"], r["command"], r["image_size"]
         runs.setdefault(key, {}).setdefault(r["run"], []).append(r["images_per_second"])
     for (device, _, size), speeds in runs.items():
@@ -247,14 +249,14 @@ def test_06_is_recorded_at_the_speed_of_the_bare_step_and_its_loader_faster_than
 
 
 def test_06_is_recorded_above_60_percent_on_cifar10_and_with_a_falling_loss_on_imagenet():
-    runs = tables.records("imagenet")
+    runs = records("imagenet")
     assert max(r["test_acc"] for r in runs if r["dataset"] == "data/cifar10") > 60
     losses = [r["train_loss"] for r in runs if r["dataset"] == "data/imagenet-mini"]
     assert losses[-1] < losses[0] - 0.5
 
 
 def test_no_drill_is_recorded_that_failed_or_lost_more_than_it_may():
-    runs = {r["drill"]: r for r in tables.records("drill")}
+    runs = {r["drill"]: r for r in records("drill")}
     assert set(runs) == set(drill.DRILLS)
     for name, r in runs.items():
         assert not r["failed"] and r["steps_lost"] <= (2 if name == "damage" else 1) * r["checkpoint_every"]
@@ -262,7 +264,7 @@ def test_no_drill_is_recorded_that_failed_or_lost_more_than_it_may():
 
 
 def test_the_input_pipeline_is_recorded_as_fast_as_the_step_allows():
-    runs = [r for r in tables.records("input") if r["device"] == "cpu"]
+    runs = [r for r in records("input") if r["device"] == "cpu"]
 
     def ratio(data_dir, ours, other):
         speeds = {}

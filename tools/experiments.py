@@ -84,7 +84,7 @@ def speed(machine, args, repeat):
 
 def syncbn(machine, args, repeat):
     """Test accuracy with and without synchronised batch norm, by images a process, against one process."""
-    images = args.limit or 25000
+    images = args.limit or 12800
     flags = (
         f"{real_images(args)} --limit {images} --epochs {args.epochs or 1} --arch {args.arch or 'small_net'} --lr 0.4"
     )
@@ -127,7 +127,7 @@ def scaling(machine, args, repeat):
 
 TORCHRUN = "torchrun --nnodes=1 --nproc-per-node={} "
 EXPERIMENTS = {  # name -> (function, how many repeats, numbers of processes on CPUs, how many of them it needs)
-    "speed": (speed, 5, None, 1),
+    "speed": (speed, 3, None, 1),
     "syncbn": (syncbn, 3, [2, 4], 1),
     "accuracy": (accuracy, 1, [1, 2, 4, 8, 16], 2),
     "scaling": (scaling, 3, [1, 2, 3, 4, 6, 8], 3),

@@ -1,0 +1,153 @@
+"""What the notebooks share: records that are checked, one look, figures that show something.
+
+Colours are those of Okabe and Ito, which the colour-blind tell apart; every series has a marker of its own too.
+"""
+
+import os
+import sys
+from pathlib import Path
+from statistics import mean, median
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FixedLocator
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the notebooks import tools too
+
+from tools import records  # noqa: E402
+from tools.records import RecordError, group, published, select  # noqa: E402, F401
+
+OURS = "amd-epyc-2-cores"  # the machine of the figures in docs/, as in the Makefile
+MACHINE = os.environ.get("MACHINE", OURS)
+FIGURES = Path(os.environ.get("FIGURES", ROOT / "docs/figures"))
+
+BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#666666",
+)  # fmt: skip
+COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
+PUBLISHED = {"color": GREY, "marker": "D", "markerfacecolor": "white", "markersize": 8, "linestyle": ":", "zorder": 1}
+
+plt.rcParams.update({
+    "figure.dpi": 110, "savefig.dpi": 160, "font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False, "lines.markersize": 5,
+    "legend.fontsize": 8, "figure.constrained_layout.use": True,
+})  # fmt: skip
+
+
+def load(name, columns, alike=(), only=None):
+    """The records of an experiment on MACHINE; says what they were measured on.
+
+    Args:
+        name: of the experiment.
+        columns: {name: type} that the notebook draws.
+        only: settings of the records to take, where an experiment has more than one kind.
+        alike: columns that must hold one value in all records, or the chart would mix what cannot be compared.
+
+    Raises:
+        RecordError: the message says what is missing, or mixed.
+    """
+    lines = records.load(name, MACHINE, columns, only or {})
+    comparable(name, lines, *alike)
+    runs = group(lines, "started", "command")
+    times = sorted(started[:10] for started, _ in runs)
+    print(f"{' and '.join(sorted({records.hardware(line) for line in lines}))}")
+    print(f"results/{name}/{MACHINE}.jsonl: {len(lines)} records of {len(runs)} runs, {times[0]} to {times[-1]}")
+    return lines
+
+
+def comparable(name, lines, *columns):
+    """Refuse records that do not agree in these columns.
+
+    Raises:
+        RecordError: the message says in which.
+    """
+    for column in columns:
+        values = sorted({str(line.get(column)) for line in lines})
+        if len(values) > 1:
+            raise RecordError(
+                f"results/{name}/{MACHINE}.jsonl mixes runs with {column} {' and '.join(values)}: "
+                f"record quick tries under another name, with --machine"
+            )
+
+
+def last_epochs(name, lines):
+    """The records of each run's last epoch, which must be the same for all."""
+    last = [run[-1] for run in group(lines, "started", "command").values()]
+    comparable(name, last, "epoch")
+    return last
+
+
+def need(data, label):
+    """The data of a series, which must be there: a figure that lacks it looks as if all were well.
+
+    Raises:
+        RecordError: there is none.
+    """
+    if not data:
+        raise RecordError(f"nothing to draw for {label!r} on {MACHINE}: python tools/experiments.py --list")
+    return data
+
+
+def line(ax, points, label, **style):
+    """Draw the mean of each x as a line, and every single value as a faint dot.
+
+    Args:
+        points: {x: list of values}.
+    """
+    points = dict(sorted(need(points, label).items()))
+    ax.plot(points.keys(), [mean(values) for values in points.values()], label=label, **style)
+    for x, values in points.items():
+        if len(values) > 1:
+            ax.plot([x] * len(values), values, ".", color=style["color"], alpha=0.5, markersize=4)
+
+
+def bars(ax, values, color):
+    """Draw the median of each list of values as a bar, and the least and the greatest as a whisker.
+
+    Args:
+        values: {label: list of values}, drawn from top to bottom.
+    """
+    for y, (label, some) in enumerate(values.items()):
+        middle = median(some)
+        ax.barh(y, middle, color=color if isinstance(color, str) else color[label], height=0.65)
+        ax.plot([min(some), max(some)], [y, y], color="black", linewidth=1)
+        ax.text(max(some), y, f"  {middle:.2f}", va="center", fontsize=8)
+    ax.set_yticks(range(len(values)), values)
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set_xlim(0, 1.18 * max(max(some) for some in values.values()))
+
+
+def processes_axis(ax, counts, label="processes"):
+    """A logarithmic axis of numbers of processes, marked where there are any."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(sorted(counts), [str(n) for n in sorted(counts)])
+    ax.minorticks_off()
+    ax.set_xlabel(label)
+
+
+def save(fig, name):
+    """Write a figure to docs/figures/NAME.png; under MACHINE's name too, if it is another than that of the docs.
+
+    Raises:
+        RecordError: one of its axes shows no data, or does not say what it shows.
+    """
+    for k, ax in enumerate(fig.axes, start=1):
+        if not ax.has_data():
+            raise RecordError(f"{name}: axes {k} ({ax.get_title()!r}) shows no data")
+        if not ax.get_xlabel() or not (ax.get_ylabel() or isinstance(ax.yaxis.get_major_locator(), FixedLocator)):
+            raise RecordError(f"{name}: axes {k} ({ax.get_title()!r}) has an axis without a name")
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    path = FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png")
+    fig.savefig(path, metadata={"Software": None, "Source": fingerprint(name)})
+    print(f"figure: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+
+
+def fingerprint(name):
+    """A hash of all that a figure is drawn from: a figure in docs/ that holds another one is stale."""
+    import hashlib
+
+    sources = [ROOT / f"notebooks/{name}.ipynb", Path(__file__), ROOT / "results/published.json"]
+    sources.append(records.RESULTS / name / f"{MACHINE}.jsonl")
+    sources += [ROOT / "tools/step_model.py"] if name == "scaling" else []
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
