@@ -105,7 +105,7 @@ def accuracy():
             as_published = some[0]["batch_size"] == 256 and not warmup
             beside = f"{theirs[n]:.1f}" if as_published and n in theirs else ""
             train, test = (f"{mean(r[key] for r in some):.1f}" for key in ("train_acc", "test_acc"))
-            rate = f"{lr:g}" + (f", warmed up for {warmup:g} epochs" if warmup else "")
+            rate = f"{lr:g}" + (f", warmed up for {warmup:g} epoch{'s' * (warmup != 1)}" if warmup else "")
             rows.append((f"{n} x {some[0]['batch_size']} = {batch}", rate, train, beside, test, len(some)))
         head = ("processes x images = global batch", "rate", "train (%)", "published (%)", "test (%)", "seeds")
         return table(head, rows)
