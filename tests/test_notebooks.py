@@ -229,7 +229,7 @@ def test_the_speed_of_one_device_alone_is_drawn_too(device, cores, draw, spoil):
 SERIES = {  # name -> a series of the figure, and which records it is drawn from
     "speed": ("DDP, 128 images in all", lambda r: r["script"].startswith("03") and r["global_batch"] == 128),
     "syncbn": ("with SyncBN", lambda r: r["sync_bn"]),
-    "accuracy": ("warmed up", lambda r: r["warmup_epochs"]),
+    "accuracy": ("with warm-up", lambda r: r["warmup_epochs"]),
 }
 
 
