@@ -102,7 +102,7 @@ def accuracy(machine, args, repeat):
     limit = f" --limit {args.limit}" if args.limit else ""
     flags = f"{real_images(args)}{limit}"
     epochs = f"--epochs {args.epochs or 5}"
-    arch = f" --arch {args.arch}" if args.arch else ""
+    arch = network(args)
     images = (args.limit or 50000) * (args.epochs or 5)
     seed = f"--seed {repeat}"
     commands = [f"python 01_snsc.py {flags} {epochs} --lr-scaling none{arch} {seed}"]
@@ -141,10 +141,14 @@ def real_images(args):
     return "--dataset cifar10 --download"
 
 
+def network(args):
+    """The flag for the network that was asked for."""
+    return f" --arch {args.arch}" if args.arch else ""
+
+
 def extra(args):
     """The flags for a network or for images that were asked for, where the usual ones are the scripts' own."""
-    arch = f" --arch {args.arch}" if args.arch else ""
-    return arch + (f" --dataset folder --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else "")
+    return network(args) + (f" --dataset folder --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else "")
 
 
 def slurm_answers():
@@ -333,9 +337,10 @@ def execute(command):
     ):
         log = Path(folder, "log.jsonl")
         words = shlex.split(command)
-        env = os.environ | dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+        settings = [word for word in words if re.match(r"[A-Z_]+=", word)]  # they come first
+        env = os.environ | dict(word.split("=", 1) for word in settings)
         programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-        given = [part for word in words if not re.match(r"[A-Z_]+=", word) for part in programs.get(word, [word])]
+        given = [part for word in words[len(settings) :] for part in programs.get(word, [word])]
         begin, started = time.monotonic(), None
         options = {"env": env, "stdout": subprocess.PIPE, "stderr": errors, "text": True, "start_new_session": True}
         with subprocess.Popen([*given, "--log-file", str(log)], **options) as process:
