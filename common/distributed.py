@@ -112,7 +112,7 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
     """
     if dist.is_initialized():
         raise LaunchError("setup_distributed() was called twice: call it once, or cleanup() in between")
-    launcher, rank, world_size, local_rank, local_world_size, url = _find_launcher(port)
+    launcher, rank, world_size, local_rank, local_world_size, url = find_launcher(port)
     device = setup_device(local_rank, local_world_size or local_rank + 1)
     if backend == "nccl" and device.type != "cuda":
         raise LaunchError("backend='nccl' needs GPUs and this process sees none: leave it out, or say backend='gloo'")
@@ -237,8 +237,16 @@ OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_R
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-def _find_launcher(port):
-    """(launcher, rank, world_size, local_rank, local_world_size or None if unknown, url or None if not needed)"""
+def find_launcher(port=None):
+    """Who started this process, and as which of which world.
+
+    Returns:
+        (launcher, rank, world_size, local_rank, local_world_size, url): the local world size is None if unknown, the
+        url where ranks meet is None for a world of one and if torchrun keeps the store.
+
+    Raises:
+        LaunchError: variables are missing, wrong or meant for another process.
+    """
     env = os.environ
     given = [name for name in TORCHRUN[:3] if name in env]
     in_step = "SLURM_STEP_NUM_TASKS" in env
@@ -541,15 +549,8 @@ def rendezvous(url, rank, world_size, timeout=TIMEOUT):
     Raises:
         LaunchError: the address does not resolve, the port is taken, a rank or a GPU is there twice, a rank is not.
     """
-    host, port = split_url(url)
     deadline = time.monotonic() + timeout.total_seconds()
-    if not 0 <= rank < world_size:
-        raise LaunchError(f"rank {rank} of a world of {world_size}: expected a rank from 0 to {world_size - 1}")
-    _resolve(host, port)
-    query = urllib.parse.parse_qs(urllib.parse.urlsplit(url).query)
-    job = f"{world_size} ranks" + "".join(f" of job {name}" for name in query.get("job", []))
-    store = _listen(port, job) if rank == 0 else _connect(host, port, rank, job, deadline)
-    store.set_timeout(timeout)
+    store = open_store(url, rank, world_size, timeout)
 
     # Who finds something wrong tells everybody, else the last to come does that all is well.
     store.add("came", 1)
@@ -575,6 +576,24 @@ def rendezvous(url, rank, world_size, timeout=TIMEOUT):
                 time.sleep(0.1)
             time.sleep(1)
         raise LaunchError(verdict)
+    return store
+
+
+def open_store(url, rank, world_size, timeout=TIMEOUT):
+    """Keep the store of a job, as rank 0, or connect to it.
+
+    Raises:
+        LaunchError: the address does not resolve, the port is taken, another job's store is there, rank 0 is not.
+    """
+    host, port = split_url(url)
+    deadline = time.monotonic() + timeout.total_seconds()
+    if not 0 <= rank < world_size:
+        raise LaunchError(f"rank {rank} of a world of {world_size}: expected a rank from 0 to {world_size - 1}")
+    _resolve(host, port)
+    query = urllib.parse.parse_qs(urllib.parse.urlsplit(url).query)
+    job = f"{world_size} ranks" + "".join(f" of job {name}" for name in query.get("job", []))
+    store = _listen(port, job) if rank == 0 else _connect(host, port, rank, job, deadline)
+    store.set_timeout(timeout)
     return store
 
 

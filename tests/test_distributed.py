@@ -97,35 +97,35 @@ MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 
 )  # fmt: skip
 def test_the_launcher_is_recognised_by_its_variables(environment, variables, expected):
     environment(**variables)
-    assert distributed._find_launcher(port=None) == expected
+    assert distributed.find_launcher(port=None) == expected
 
 
 def test_two_open_mpi_jobs_on_one_machine_meet_at_two_ports(environment):
     urls = set()
     for job in ("prterun-a-1@1", "prterun-a-2@1"):
         environment(**mpirun(PMIX_NAMESPACE=job))
-        urls.add(distributed._find_launcher(port=None)[-1])
+        urls.add(distributed.find_launcher(port=None)[-1])
     assert len(urls) == 2
 
 
 def test_a_port_that_is_asked_for_is_used_unless_the_environment_names_one(environment):
     for variables in (srun(), mpirun(), MPICH):
         environment(**variables)
-        assert distributed._find_launcher(port=1234)[-1].endswith(":1234")
+        assert distributed.find_launcher(port=1234)[-1].endswith(":1234")
         environment(**variables | {"MASTER_PORT": 4000})
-        assert distributed._find_launcher(port=1234)[-1].endswith(":4000")
+        assert distributed.find_launcher(port=1234)[-1].endswith(":4000")
 
 
 def test_the_shell_of_an_sbatch_file_is_told_that_it_is_one_process(environment, caplog):
     environment(**SBATCH_SHELL)
     with caplog.at_level(logging.WARNING):
-        distributed._find_launcher(port=None)
+        distributed.find_launcher(port=None)
     assert "running as one process" in caplog.text and "SLURM_NTASKS=4" in caplog.text and "srun python" in caplog.text
 
 
 def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplog):
     environment(**srun(0, 2) | torchrun(0, GROUP_WORLD_SIZE=1))
-    distributed._find_launcher(port=None)
+    distributed.find_launcher(port=None)
     assert "each of 2 machines trains alone: for one run of all, torchrun --nnodes=2" in caplog.text
 
 
@@ -190,9 +190,9 @@ def test_a_process_that_a_launched_script_spawned_does_not_take_its_parents_rank
             setup_distributed()
     for store in ("True", ""):  # torchrun itself spawns if it is given a function; others set variables for each
         environment(**torchrun(TORCHELASTIC_USE_AGENT_STORE=store))
-        assert distributed._find_launcher(port=None)[:2] == ("torchrun", 1)
+        assert distributed.find_launcher(port=None)[:2] == ("torchrun", 1)
     environment()
-    distributed._find_launcher(port=None)
+    distributed.find_launcher(port=None)
     assert "the one that spawned this one has not set RANK" in caplog.text
 
 

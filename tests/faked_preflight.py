@@ -1,0 +1,45 @@
+"""launch/preflight.py on a machine where something is wrong: FAKE says what, FAKE_RANK on which rank, else 1."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("launch", ".")]
+
+import preflight
+import torch
+
+from common.distributed import find_launcher
+from common.errors import one_line_errors
+
+
+def end(signal_number):
+    """In place of a function: end this process as a signal does, by SIGSTOP without a word to anybody."""
+    return lambda *_: os.kill(os.getpid(), signal_number)
+
+
+def gpu(facts):
+    """One GPU for all."""
+    return lambda *given: facts(*given) | {"device_id": "GPU-0d1e", "gpus": 1}
+
+
+FAKES = {
+    "gpu": lambda: setattr(preflight, "facts", gpu(preflight.facts)),
+    "torch": lambda: setattr(torch, "__version__", "2.6.0+cu124"),
+    "code": lambda: setattr(preflight, "code_hash", lambda: "0badc0de"),
+    "clock": lambda: setattr(preflight, "clock", lambda: time.time() + 20),
+    "killed": lambda: setattr(preflight, "facts", end(signal.SIGKILL)),
+    "stopped": lambda: setattr(preflight, "facts", end(signal.SIGSTOP)),
+    "killed in all_reduce": lambda: setattr(preflight, "time_all_reduce", end(signal.SIGKILL)),
+    "stopped in all_reduce": lambda: setattr(preflight, "time_all_reduce", end(signal.SIGSTOP)),
+}
+
+if __name__ == "__main__":
+    with one_line_errors():
+        fakes, rank = os.environ["FAKE"].split(","), find_launcher()[1]
+        for fake in fakes:
+            if fake == "gpu" or rank == int(os.environ.get("FAKE_RANK", 1)):
+                FAKES[fake]()
+        preflight.main()

@@ -1,0 +1,243 @@
+"""launch/preflight.py under real launchers, on two hosts and on a Slurm cluster, with and without something wrong."""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_launch import finished
+
+sys.path.append(str(ROOT / "launch"))
+import preflight
+
+CHECKS = ["ranks", "launch", "devices", "addresses", "network", "port", "versions", "code", "clocks"]
+CHECKS += ["shared memory", "threads", "all_reduce"]
+
+
+def verdicts(out):
+    """{check: (verdict, what was found)} of a report."""
+    lines = re.findall(r"^(ok  |warn|FAIL)  (\w+(?: \w+)?) {2,}(.*)$", out, re.M)
+    return {name.strip(): (verdict.strip(), found) for verdict, name, found in lines}
+
+
+def failed(out):
+    return {name: found for name, (verdict, found) in verdicts(out).items() if verdict == "FAIL"}
+
+
+# On two hosts
+
+
+def on_two(hosts, *flags, variables=({}, {}), fake=None):
+    """Start it on both hosts as Kubernetes would, one process on each; returns rank 0's code, output and errors.
+
+    Whatever is wrong must have been said within 30 seconds.
+    """
+    script = "tests/faked_preflight.py" if fake else "launch/preflight.py"
+    common = {"WORLD_SIZE": 2, "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": 29500, "FAKE": fake}
+    common = {name: value for name, value in common.items() if value is not None}
+    both = [
+        hosts.popen(i, "python", script, *flags, variables=common | {"RANK": i} | dict(variables[i])) for i in range(2)
+    ]
+    end = finished(both[0], timeout=30)
+    hosts.kill(1)  # one that was stopped is still there
+    both[1].communicate()
+    return end
+
+
+def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by_size(hosts):
+    torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=1", f"--master-addr={hosts.addresses[0]}"]
+    secret = {"MY_SECRET_TOKEN": "hunter2", "AWS_SECRET_ACCESS_KEY": "hunter3"}
+    both = [
+        hosts.popen(i, *torchrun, f"--node-rank={i}", "launch/preflight.py", "--json", variables=secret)
+        for i in range(2)
+    ]
+    (code, out, err), (other, nothing, _) = map(finished, both)
+    assert (code, other, nothing) == (0, 0, ""), err
+    report = json.loads(out)
+    assert [check["name"] for check in report["checks"]] == CHECKS
+    assert all(check["verdict"] == "ok" for check in report["checks"] if check["name"] != "threads")
+    assert [rank["address"] for rank in report["ranks"]] == hosts.addresses
+    assert [rank["host"] for rank in report["ranks"]] == hosts.names
+    for size, speed in zip(preflight.SIZES, report["all_reduce"], strict=True):
+        assert speed["bytes"] == size and speed["bus_bandwidth"] == pytest.approx(size / speed["seconds"])
+    assert "hunter" not in out + err
+
+
+@pytest.mark.parametrize(
+    ("interface", "found"),
+    [
+        ("eth9", "rank 1 on host2 has no interface eth9"),
+        ("lo", "rank 1 on host2 would be reached at 127.0.0.1 (lo)"),
+    ],
+)
+def test_a_wrong_interface_is_named_with_the_line_that_sets_the_right_one(hosts, interface, found):
+    code, out, err = on_two(hosts, variables=({}, {"GLOO_SOCKET_IFNAME": interface}))
+    assert code == 1 and found in failed(out)["addresses"], out + err
+    assert "change this:   export GLOO_SOCKET_IFNAME=eth0  # on host2" in out
+    assert verdicts(out)["all_reduce"][1].startswith("not measured")
+
+
+def test_one_gpu_for_two_ranks_other_versions_other_code_and_a_wrong_clock_are_each_named(hosts):
+    code, out, err = on_two(hosts, fake="gpu,torch,code,clock")
+    assert code == 1, err
+    assert failed(out) == {
+        "devices": "ranks 0-1 on host1, host2 share one GPU (GPU-0d1e)",
+        "versions": re.search(r"torch \S+ on rank 0; torch 2\.6\.0\+cu124 on rank 1", out)[0],
+        "code": re.search(r"the scripts differ: \w{8} on rank 0; 0badc0de on rank 1", out)[0],
+        "clocks": "rank 1 on host2 is 20 s ahead of rank 0",
+    }
+
+
+def test_a_rank_that_never_answers_is_named(hosts):
+    code, out, err = on_two(hosts, fake="stopped")
+    assert code == 1, err
+    assert failed(out) == {"ranks": "rank 1 of 2 did not answer within 10 s (host1 has rank 0)"}
+
+
+def test_a_rank_that_stands_still_in_all_reduce_is_named(hosts):
+    code, out, err = on_two(hosts, fake="stopped in all_reduce")
+    assert code == 1, err
+    assert failed(out) == {"all_reduce": "no sign of life: rank 1 on host2, last at all_reduce of 4 KiB"}
+
+
+def test_without_rank_0_the_others_say_so_and_end(hosts):
+    given = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": 29500}
+    code, _, err = finished(hosts.popen(1, "python", "launch/preflight.py", variables=given), timeout=30)
+    assert code == 2 and "preflight.py: error: rank 1 could not reach rank 0 at 10.77.0.1:29500" in err
+
+
+# On a Slurm cluster
+
+
+def srun(slurm, *options, fake=None, **variables):
+    """Run it as two tasks on each of two nodes."""
+    script = "tests/faked_preflight.py" if fake else "launch/preflight.py"
+    env = variables | ({"FAKE": fake} if fake else {})
+    begin = time.monotonic()
+    end = slurm.run(
+        "srun", "--nodelist=n01,n02", "--ntasks-per-node=2", *options, "python", script, env_extra=env, timeout=90
+    )
+    return end.returncode, end.stdout, end.stderr, time.monotonic() - begin
+
+
+def test_srun_on_two_nodes_passes_and_prints_a_line_for_each_rank(slurm):
+    code, out, err, _ = srun(slurm)
+    assert code == 0 and not failed(out), out + err
+    assert list(verdicts(out)) == CHECKS
+    assert re.findall(r"^(\d) +(n0\d) +\d+ +cpu ", out, re.M) == [
+        ("0", "n01"),
+        ("1", "n01"),
+        ("2", "n02"),
+        ("3", "n02"),
+    ]
+    assert re.search(r"^64 MiB +[\d.]+ ms +[\d.]+ GB/s$", out, re.M)
+    assert out.endswith("preflight: 0 of 12 checks failed, 0 with a warning\n") or "warn  threads" in out
+
+
+def test_what_is_wrong_on_a_node_of_slurm_is_named(slurm):
+    code, out, err, seconds = srun(slurm, fake="torch,clock", FAKE_RANK="3")
+    assert code == 1 and seconds < 30, err
+    assert set(failed(out)) == {"versions", "clocks"}
+    assert failed(out)["clocks"] == "rank 3 on n02 is 20 s ahead of rank 0"
+    code, out, err, seconds = srun(slurm, GLOO_SOCKET_IFNAME="eth9")
+    assert code == 1 and seconds < 30 and "rank 0 on n01 has no interface eth9" in failed(out)["addresses"], err
+
+
+@pytest.mark.parametrize(
+    ("fake", "check", "found"),
+    [
+        ("killed", "ranks", "rank 3 of 4 did not answer within 10 s (n01 has ranks 0-1; n02 has rank 2)"),
+        ("killed in all_reduce", "all_reduce", "no sign of life: rank 3 on n02, last at all_reduce of 4 KiB"),
+    ],
+)
+def test_a_task_that_dies_is_named_within_30_seconds(slurm, fake, check, found):
+    code, out, err, seconds = srun(slurm, "--kill-on-bad-exit=0", fake=fake, FAKE_RANK="3")
+    assert code != 0 and failed(out) == {check: found}, out + err
+    assert seconds < 30
+
+
+def test_a_torchrun_in_each_of_two_tasks_is_refused(slurm):
+    command = ["srun", "--ntasks=2", "--nodes=1", "torchrun", "--standalone", "--nproc-per-node=2"]
+    end = slurm.run(*command, "launch/preflight.py")
+    assert (
+        end.returncode != 0 and "srun has started 2 tasks with a torchrun on 1 machine(s), expected one" in end.stderr
+    )
+
+
+# Verdicts on what ranks may say of themselves
+
+
+def fact(rank, **more):
+    """A rank on a machine with four cores, two ranks on each machine."""
+    host = f"n{rank // 2}"
+    return {
+        "rank": rank, "world_size": 4, "local_rank": rank % 2, "launcher": "srun", "host": host, "pid": 100 + rank,
+        "problem": None, "device": "cpu", "device_name": "cpu", "device_id": None, "gpus": 0, "backend": "gloo",
+        "interface": "eth0", "address": f"10.0.0.{rank // 2}", "interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.1"},
+        "python": "3.12.1", "torch": "2.9.0", "cuda": None, "nccl": None, "code": "abcdef01",
+        "shared_memory": 2**33, "threads": 2, "cores": [0, 1, 2, 3], "variables": {},
+    } | more  # fmt: skip
+
+
+def test_a_rank_that_is_there_twice_is_named_with_both_processes():
+    check = preflight.check_ranks([fact(0), fact(1), fact(1, pid=77, host="n9"), fact(2), fact(3)], 4)
+    assert check.verdict == "FAIL" and check.found == "rank 1 is there twice: process 101 on n0 and process 77 on n9"
+
+
+def test_ranks_of_different_worlds_are_told_apart():
+    check = preflight.check_launch([fact(0), fact(1, world_size=2)])
+    assert (check.verdict, check.found) == ("FAIL", "world_size 4 on rank 0; world_size 2 on rank 1")
+
+
+def test_gpus_on_some_ranks_alone_and_gpus_that_idle_are_told():
+    nccl = {"backend": "nccl", "device": "cuda:0", "device_id": "GPU-1", "gpus": 8}
+    assert preflight.check_devices([fact(0, **nccl), fact(1)]).found == "rank 0 use nccl; rank 1 use gloo"
+    check = preflight.check_devices([fact(0, **nccl), fact(1, **nccl | {"device_id": "GPU-2"})])
+    assert (check.verdict, check.found) == ("warn", "n0 has 8 GPUs and 2 rank(s)")
+    refused = preflight.check_devices([fact(0, problem="4 processes on this machine, 2 GPU(s)")])
+    assert (refused.verdict, refused.found) == ("FAIL", "rank 0 on n0: 4 processes on this machine, 2 GPU(s)")
+
+
+@pytest.mark.parametrize(("threads", "verdict"), [(4, "warn"), (2, "ok"), (1, "warn")])
+def test_threads_must_fit_the_cores(threads, verdict):
+    check = preflight.check_threads([fact(rank, threads=threads) for rank in range(4)])
+    assert check.verdict == verdict and check.change == ("export OMP_NUM_THREADS=2" if verdict == "warn" else "")
+
+
+def test_tasks_that_are_bound_to_cores_of_their_own_may_use_all_of_them():
+    bound = [fact(0, cores=[0, 1]), fact(1, cores=[2, 3])]
+    assert preflight.check_threads(bound).verdict == "ok"
+
+
+def test_little_shared_memory_is_told_with_the_flag_of_docker():
+    check = preflight.check_shared_memory([fact(0), fact(2, shared_memory=2**26)])
+    assert (check.verdict, check.found[:24]) == ("warn", "n1 has 64 MiB free in /d") and "--shm-size" in check.change
+
+
+def test_a_port_that_linux_hands_out_itself_is_told(monkeypatch):
+    least = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
+    assert preflight.check_port([fact(0, variables={"MASTER_PORT": least})]).verdict == "warn"
+    assert preflight.check_port([fact(0, variables={"MASTER_PORT": "29500"})]).verdict == "ok"
+
+
+def test_nccl_takes_the_interface_that_its_variable_names(monkeypatch):
+    here = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}
+    monkeypatch.setattr(preflight, "interfaces", lambda: here)
+    for wanted, expected in {
+        None: "eth0",
+        "eth1": "eth1",
+        "=eth": "=eth",
+        "^eth0,lo,docker": "eth1",
+        "ib": "ib",
+    }.items():
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+        if wanted:
+            monkeypatch.setenv("NCCL_SOCKET_IFNAME", wanted)
+        assert preflight.own_address("nccl") == (expected, here.get(expected))
+
+
+def test_bus_bandwidth_is_what_the_ring_sends():
+    assert preflight.bandwidth(1e9, 1.0, 2) == 1e9 and preflight.bandwidth(1e9, 0.5, 4) == 3e9
