@@ -25,8 +25,9 @@ started it is read from the environment; the first of these that matches wins:
 torchrun and mpirun come first because all that they start inside a Slurm job inherits one SLURM_PROCID; a
 PMI_RANK without MPI_LOCALRANKID may be srun's own. srun counts only where a Slurm *step* started the process: the
 shell of an sbatch file has the job's variables too, but runs once; and a step may be smaller than its job, which
-is why SLURM_NTASKS is not read. "nodes" are Kubernetes' PyTorchJob and SenseCore, whose RANK and WORLD_SIZE count
-machines: accepted where a machine has one device. MASTER_ADDR and MASTER_PORT win over what Slurm says.
+is why SLURM_NTASKS is not read. "nodes" are Kubernetes' PyTorchJob and SenseCore, whose RANK counts machines, and
+WORLD_SIZE too (PyTorchJob multiplies it by its nprocPerNode): accepted where a machine has one device and is to run one
+process. MASTER_ADDR and MASTER_PORT win over what Slurm says.
 
 Checked before any process waits for another: that the variables are all there, are numbers and fit together;
 that no launcher runs inside another; that every local process has a device. Then, while the ranks meet (which
@@ -267,7 +268,7 @@ def find_launcher(port=None):
     elif given == ["RANK", "WORLD_SIZE"]:
         world_size = read_number("WORLD_SIZE", 1)
         launcher, ranks = "nodes", (read_number("RANK", 0, world_size - 1), world_size, 0, 1)
-        _refuse_idle_gpus(world_size)
+        _refuse_more_a_machine(world_size)
         url = _env_url(port, ranks)
     elif given:
         missing = [name for name in TORCHRUN[:3] if name not in env]
@@ -453,14 +454,21 @@ def spawn_url(url, nodes=1, node_rank=0):
     return url
 
 
-def _refuse_idle_gpus(nodes):
-    """Raise if RANK and WORLD_SIZE count machines of several GPUs, of which all but one would idle."""
-    gpus = torch.cuda.device_count()
+def _refuse_more_a_machine(world_size):
+    """Raise if RANK counts machines, and a machine is to run several processes, or has GPUs for them."""
+    found = f"RANK={os.environ['RANK']} and WORLD_SIZE={world_size} without LOCAL_RANK"
+    torchrun = "torchrun --nnodes={} --node-rank=$RANK --nproc-per-node={} --master-addr=$MASTER_ADDR "
+    torchrun += f"--master-port=$MASTER_PORT {_script()}"
+    each, gpus = os.environ.get("PET_NPROC_PER_NODE", ""), torch.cuda.device_count()
+    if each.isdigit() and int(each) > 1:  # PyTorchJob's nprocPerNode
+        raise LaunchError(
+            f"{found} and with PET_NPROC_PER_NODE={each}: expected torchrun to start {each} processes on this machine; "
+            f"{torchrun.format('$PET_NNODES', each)}"
+        )
     if gpus > 1:
         raise LaunchError(
-            f"RANK={os.environ['RANK']} and WORLD_SIZE={nodes} without LOCAL_RANK count machines, and this one has "
-            f"{gpus} GPUs: expected a process for each; torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK "
-            f"--nproc-per-node={gpus} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT {_script()}"
+            f"{found} count machines, and this one has {gpus} GPUs: expected a process for each; "
+            f"{torchrun.format('$WORLD_SIZE', gpus)}"
         )
 
 

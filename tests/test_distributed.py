@@ -18,7 +18,19 @@ from conftest import ROOT, slurm_step
 from common import distributed
 from common.distributed import LaunchError, expand_hosts, rendezvous, setup_device, setup_distributed
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "MPI_")
+LAUNCHERS = (
+    "RANK",
+    "PET_",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "GROUP_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "MPI_",
+)
 
 
 @pytest.fixture
@@ -272,6 +284,15 @@ def test_variables_that_count_machines_are_refused_where_a_machine_has_several_g
         setup_distributed()
     assert "count machines, and this one has 8 GPUs" in str(caught.value)
     assert "torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK --nproc-per-node=8" in str(caught.value)
+
+
+def test_a_pod_of_several_processes_is_told_to_start_them_with_torchrun(environment):
+    # PyTorchJob with nprocPerNode: "2" on 2 pods, as of version 1.7: RANK counts pods, WORLD_SIZE processes.
+    environment(**NODES | {"RANK": 1, "WORLD_SIZE": 4, "PET_NPROC_PER_NODE": 2, "PET_NNODES": 2})
+    with pytest.raises(LaunchError) as caught:
+        setup_distributed()
+    assert "expected torchrun to start 2 processes on this machine" in str(caught.value)
+    assert "torchrun --nnodes=$PET_NNODES --node-rank=$RANK --nproc-per-node=2" in str(caught.value)
 
 
 def test_nccl_without_gpus_is_refused(environment, gpus):
