@@ -1,0 +1,355 @@
+"""The files of launch/ that a user edits: they run as they stand, and those for Kubernetes are what its API accepts.
+
+Those for Slurm run in test_slurm.py and test_slurm_elastic.py, the 06_*.sh and store.py in test_drill.py.
+"""
+
+import contextlib
+import importlib
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import QUICK, ROOT, STARTED, need
+from torch.distributed.run import config_from_args, get_args_parser
+
+from common.distributed import free_port
+from common.stop import AGAIN
+
+LAUNCH = ROOT / "launch"
+SHELL = sorted(str(path.relative_to(LAUNCH)) for path in LAUNCH.rglob("*") if path.suffix in (".sh", ".sbatch"))
+JOBS = ["03_cpu.yaml", "06_imagenet.yaml"]
+SMALL = ["--arch=mnist_net", "--image-size=16", "--batch-size=8", "--workers=0", "--eval-every=0", "--timeout=30"]
+SENSECORE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_COMM", "PMI")
+EDITABLE = ("PROCESSES", "INTERFACE", "HOSTS", "HOSTFILE", "MASTER", "PORT")
+
+
+def start(*command, **variables):
+    """Start a launch file, or what it would start, with these variables and no others of a launcher."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(VARIABLES) and k not in EDITABLE}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    env |= {name: str(value) for name, value in variables.items()}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    STARTED.append(subprocess.Popen(list(map(str, command)), env=env, start_new_session=True, **options))
+    return STARTED[-1]
+
+
+def finished(process, timeout=120):
+    """Wait for a process; returns its exit code, its output and its errors."""
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+# All of them
+
+
+@pytest.mark.parametrize("file", SHELL)
+def test_a_launch_file_is_good_bash_and_can_be_started(file):
+    checked = subprocess.run(["bash", "-n", LAUNCH / file], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert (LAUNCH / file).read_text().startswith("#!/usr/bin/env bash\n")
+    assert os.access(LAUNCH / file, os.X_OK) or file.endswith(".sbatch"), "sbatch reads its files"
+
+
+def test_no_launch_file_is_without_a_test():
+    tested = [*SHELL, "store.py", "preflight.py", *(f"kubernetes/{file}" for file in JOBS)]
+    tested += ["kubernetes/checkpoints.yaml", "kubernetes/Dockerfile"]
+    found = [path for path in LAUNCH.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {str(path.relative_to(LAUNCH)) for path in found} <= set(tested)
+
+
+# SenseCore
+
+
+def sensecore(rank, machines, port, *given, **more):
+    """sensecore.sh as one machine of several runs it."""
+    place = {"RANK": rank, "WORLD_SIZE": machines, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return start("launch/sensecore.sh", *given, PROCESSES=1, **place | more)
+
+
+def test_sensecore_sh_trains_on_one_machine(tmp_path):
+    given = ["06_imagenet.py", "--dummy=32", *SMALL, "--epochs=1", "--checkpoints-path", tmp_path / "saved"]
+    code, out, err = finished(sensecore(0, 1, free_port(), *given))
+    assert code == 0, err
+    assert "06_imagenet.py | started by torchrun | world size 1 |" in out and out.count("done: ") == 1
+
+
+def test_sensecore_sh_makes_one_world_of_two_machines(small_folder):
+    port, given = free_port(), ["03_mnmc_ddp_launch.py", *QUICK, small_folder, "--epochs=1"]
+    machines = [sensecore(rank, 2, port, *given) for rank in (1, 0)]
+    (code1, out1, err1), (code0, out0, err0) = map(finished, machines)
+    assert (code0, code1) == (0, 0), err0 + err1
+    assert "03_mnmc_ddp_launch.py | started by torchrun | world size 2 (1 on this machine)" in out0
+    assert out0.count("done: test accuracy") == 1 and out1 == "", "rank 0 alone prints"
+
+
+def without(name):
+    return [{name: ""}, f"{name} is not set: expected SenseCore to set it on each machine"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        *(without(name) for name in SENSECORE),
+        ({"RANK": 2}, "RANK=2: expected the number of this machine, 0 to 1"),
+        ({"RANK": "one"}, "RANK=one: expected the number of this machine, 0 to 1"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two: expected the number of machines, 1 or more"),
+        ({"LOCAL_RANK": 0}, "LOCAL_RANK=0: expected no launcher around this one, which starts torchrun itself"),
+    ],
+)
+def test_sensecore_sh_says_which_variable_is_wrong_and_what_to_do(variables, expected):
+    code, out, err = finished(sensecore(0, 2, 29500, "06_imagenet.py", "data/imagenet", **variables), timeout=10)
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1
+    assert err.startswith(f"sensecore.sh: error: {expected}") and "06_imagenet.py data/imagenet" in err
+
+
+@pytest.mark.parametrize("file", ["sensecore.sh", "mpirun.sh"])
+def test_a_launch_file_that_is_given_no_script_says_how_to_give_one(file):
+    code, out, err = finished(start(f"launch/{file}"), timeout=10)
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1
+    assert err.startswith(f"{file}: error: no script given: expected one") and f"launch/{file} 06_imagenet.py" in err
+
+
+# mpirun
+
+
+@pytest.fixture
+def mpirun():
+    """A function (*given, **variables) that starts mpirun.sh."""
+    need(None if shutil.which("mpirun") else "not installed: mpirun (apt-get install openmpi-bin)")
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
+    return lambda *given, **variables: start("launch/mpirun.sh", *given, **root | variables)
+
+
+def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved_when_it_is_asked_to(mpirun, tmp_path):
+    (tmp_path / "hosts").write_text("# this machine, with two processes\nlocalhost slots=2\n")
+    given = ["06_imagenet.py", "--dummy=64", *SMALL, "--print-every=1", "--checkpoints-path", tmp_path / "saved"]
+    job = mpirun(*given, "--epochs=100000", HOSTFILE=tmp_path / "hosts")
+    seen = ""
+    while "== step:" not in seen:
+        line = job.stdout.readline()
+        assert line, job.stderr.read()
+        seen += line
+    assert "06_imagenet.py | started by mpirun | world size 2 (2 on this machine)" in seen
+    job.send_signal(signal.SIGUSR1)
+    code, out, err = finished(job)
+    saved = re.search(r"stopped by a signal after step (\d+): saved", out)
+    assert code == AGAIN and saved, out + err
+    epochs = int(saved[1]) // 8 + 1
+    code, out, err = finished(mpirun(*given, f"--epochs={epochs}", "--resume", HOSTS="localhost:2"))
+    assert code == 0, err
+    assert f"after step {saved[1]} of {8 * epochs}" in out and out.count("done: ") == 1
+
+
+def test_mpirun_sh_without_open_mpi_or_its_hosts_says_so(mpirun, tmp_path):
+    code, _, err = finished(mpirun("train.py", HOSTFILE=tmp_path / "none"), timeout=10)
+    assert code == 2 and err.startswith(f"mpirun.sh: error: HOSTFILE={tmp_path}/none: expected a file with a line for")
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho HYDRA build details:\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    other = start("env", f"PATH={tmp_path}:{os.environ['PATH']}", "launch/mpirun.sh", "train.py")
+    code, _, err = finished(other, timeout=10)
+    assert code == 2 and err.startswith("mpirun.sh: error: mpirun is 'HYDRA build details:': expected Open MPI's")
+
+
+# Kubernetes
+
+
+class StrictLoader(yaml.SafeLoader):
+    """As Kubernetes reads YAML: a key that is there twice is an error."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise yaml.YAMLError(f"twice in one place: {', '.join(map(str, twice))}")
+        return super().construct_mapping(node, deep)
+
+
+def read(file):
+    """The objects in one of the YAML files."""
+    return list(yaml.load_all((LAUNCH / "kubernetes" / file).read_text(), StrictLoader))
+
+
+MODELS = {"PyTorchJob": "KubeflowOrgV1PyTorchJob", "PersistentVolumeClaim": "V1PersistentVolumeClaim"}
+VERSIONS = {"PyTorchJob": "kubeflow.org/v1", "PersistentVolumeClaim": "v1"}
+PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": object}
+
+
+def validate(given):
+    """Compare an object with the API's own models, more strictly than these do: no other keys, no other types."""
+    for module in ("kubeflow.training.models", "kubernetes.client.models"):
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            need(f"not installed: {module} (pip install -r requirements-dev.txt)")
+    assert given["apiVersion"] == VERSIONS[given["kind"]], given["apiVersion"]
+    _validate(given, MODELS[given["kind"]], given["kind"])
+
+
+def _validate(value, kind, where):
+    if many := re.fullmatch(r"list\[(.+)\]", kind):
+        assert isinstance(value, list), f"{where}: {value!r} is no list"
+        return [_validate(item, many[1], f"{where}[{i}]") for i, item in enumerate(value)]
+    if mapping := re.fullmatch(r"dict[(\[]str, (.+)[)\]]", kind):
+        assert isinstance(value, dict), f"{where}: {value!r} is no mapping"
+        return {key: _validate(item, mapping[1], f"{where}.{key}") for key, item in value.items()}
+    if kind in PLAIN:
+        good = isinstance(value, PLAIN[kind]) and (kind in ("bool", "object") or not isinstance(value, bool))
+        assert good, f"{where}: {value!r} is no {kind}"
+        return value
+    package = "kubeflow.training" if kind.startswith("Kubeflow") else "kubernetes.client"
+    model = getattr(importlib.import_module(f"{package}.models"), kind)
+    assert isinstance(value, dict), f"{where}: {value!r} is no {kind}"
+    names = {key: name for name, key in model.attribute_map.items()}
+    assert value.keys() <= names.keys(), f"{where}: no such key: {', '.join(value.keys() - names.keys())}"
+    parts = {names[k]: _validate(v, model.openapi_types[names[k]], f"{where}.{k}") for k, v in value.items()}
+    try:
+        return model(**parts)  # which looks whether all is there that must be
+    except ValueError as error:
+        raise AssertionError(f"{where}: {error}") from None
+
+
+@pytest.mark.parametrize("file", [*JOBS, "checkpoints.yaml"])
+def test_the_api_accepts_what_a_file_for_kubernetes_says(file):
+    for given in read(file):
+        validate(given)
+
+
+def pod_of(job, replica="Master"):
+    return job["spec"]["pytorchReplicaSpecs"][replica]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda job: job["spec"].update(nprocPerNode=8), "PyTorchJob.spec.nprocPerNode: 8 is no str"),
+        (lambda job: job["spec"].update(nProcPerNode="8"), "PyTorchJob.spec: no such key: nProcPerNode"),
+        (lambda job: job["spec"].pop("pytorchReplicaSpecs"), "PyTorchJob.spec: Invalid value for"),
+        (lambda job: pod_of(job).update(terminationGracePeriodSeconds="60"), "terminationGracePeriodSeconds: '60' is"),
+        (lambda job: pod_of(job)["containers"][0].update(volumeMount=[]), r"containers\[0\]: no such key: volumeMount"),
+        (lambda job: pod_of(job)["volumes"][2]["emptyDir"].update(medium=True), "emptyDir.medium: True is no str"),
+        (lambda job: pod_of(job)["containers"][0].update(args="06_imagenet.py"), "args: '06_imagenet.py' is no list"),
+        (lambda job: job.update(apiVersion="kubeflow.org/v2"), "kubeflow.org/v2"),
+    ],
+)
+def test_what_the_api_would_refuse_fails_here(change, expected):
+    (job,) = read("06_imagenet.yaml")
+    change(job)
+    with pytest.raises(AssertionError, match=expected):
+        validate(job)
+
+
+def test_a_key_that_is_there_twice_fails_here():
+    with pytest.raises(yaml.YAMLError, match="twice in one place: name"):
+        yaml.load("{name: a, name: b}", StrictLoader)
+
+
+@pytest.mark.parametrize("file", JOBS)
+def test_the_pods_of_a_job_have_what_they_mount_and_shared_memory(file):
+    (job,) = read(file)
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert replicas.keys() == {"Master", "Worker"} and replicas["Master"]["replicas"] == 1
+    assert replicas["Master"]["template"] == replicas["Worker"]["template"]
+    policies = {replica["restartPolicy"] for replica in replicas.values()}
+    assert policies == {"OnFailure" if "--resume" in str(job) else "Never"}, "only what resumes may start again"
+    pod = pod_of(job)
+    (container,) = pod["containers"]
+    assert container["name"] == "pytorch", "as the operator wants it"
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert volumes.keys() == mounts.keys() and len(volumes) == len(pod["volumes"]) == len(container["volumeMounts"])
+    assert mounts["shm"] == "/dev/shm" and volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    paths = [part.partition("=")[2] or part for part in container["args"]]
+    assert {path for path in paths if path.startswith("/")} == set(mounts.values()) - {"/dev/shm"}
+
+
+def test_06_saves_into_the_claim_that_is_made_for_it():
+    (claim,) = read("checkpoints.yaml")
+    (job,) = read("06_imagenet.yaml")
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod_of(job)["volumes"] if v["name"] == "checkpoints"]
+    assert claims == [claim["metadata"]["name"]]
+    gpus = pod_of(job)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert gpus == job["spec"]["nprocPerNode"], "a process a GPU"
+
+
+def operator(job, rank, port, processes=None):
+    """The variables that the training operator (1.7 to 1.9) gives a pod without elasticPolicy, by its envvar.go."""
+    pods = sum(replica["replicas"] for replica in job["spec"]["pytorchReplicaSpecs"].values())
+    processes = processes or job["spec"]["nprocPerNode"]
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"WORLD_SIZE": pods * int(processes), "RANK": rank, "PET_NODE_RANK": rank, "PET_NNODES": pods}
+    torchrun = {f"PET_{name}": value for name, value in master.items()} | {"PET_NPROC_PER_NODE": processes}
+    return {name: str(value) for name, value in ({"PYTHONUNBUFFERED": 1} | master | place | torchrun).items()}
+
+
+def command(job, variables):
+    """What a pod runs, once Kubernetes has put in the variables; one that is not set it leaves as it is."""
+    (container,) = pod_of(job)["containers"]
+    parts = [*container["command"], *container["args"]]
+    return [re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], name[0]), part) for part in parts]
+
+
+@contextlib.contextmanager
+def handlers_kept():
+    """06 installs its signal handlers when it is read."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("file", JOBS)
+def test_torchrun_and_the_script_understand_the_command_of_a_pod(file, monkeypatch):
+    (job,) = read(file)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    given = command(job, operator(job, 1, 23456))
+    assert given[0] == "torchrun"
+    config, _, _ = config_from_args(args := get_args_parser().parse_args(given[1:]))
+    assert (config.min_nodes, config.max_nodes, config.rdzv_configs["rank"]) == (2, 2, 1)
+    assert config.nproc_per_node == int(job["spec"]["nprocPerNode"]) and config.rdzv_endpoint == "127.0.0.1:23456"
+    monkeypatch.setattr(sys, "argv", [args.training_script, *args.training_script_args])
+    with handlers_kept():
+        parsed = runpy.run_path(args.training_script)["parse_args"]()
+    if file.startswith("06"):
+        assert (parsed.train_path, parsed.resume, parsed.arch) == ("/data", True, "resnet50")
+
+
+@pytest.mark.parametrize("file", JOBS)
+def test_an_operator_that_sets_no_pet_variables_ends_in_an_error_and_not_in_two_trainings(file):
+    (job,) = read(file)
+    old = {k: v for k, v in operator(job, 0, 23456).items() if not k.startswith("PET_")}
+    with pytest.raises((ValueError, SystemExit)):
+        config_from_args(get_args_parser().parse_args(command(job, old)[1:]))
+
+
+@pytest.mark.parametrize("file", JOBS)
+def test_the_pods_of_a_job_train_together_by_their_command(file, small_folder, tmp_path):
+    (job,) = read(file)
+    port, more = free_port(), [*QUICK, small_folder, "--epochs=1"]
+    if file.startswith("06"):
+        more = [*SMALL, "--epochs=1", "--checkpoints-path", tmp_path / "saved"]
+    pods = []
+    for rank in (1, 0):
+        variables = operator(job, rank, port, processes=1)
+        given = [small_folder if part == "/data" else part for part in command(job, variables)]
+        pods.append(start(*given, *more, **variables))
+    (code1, out1, err1), (code0, out0, err0) = map(finished, pods)
+    assert (code0, code1) == (0, 0), err0 + err1
+    assert "started by torchrun | world size 2 (1 on this machine)" in out0 and out0.count("done: ") == 1 and out1 == ""
+
+
+def test_the_image_holds_all_that_the_jobs_need():
+    lines = (LAUNCH / "kubernetes/Dockerfile").read_text().splitlines()
+    (base,) = [line.split()[1] for line in lines if line.startswith("FROM ")]
+    assert re.fullmatch(r"python:3\.\d+-slim", base)
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    assert all(list(ROOT.glob(name)) for name in copied), copied
+    used = {"common", "recipes", "launch", "requirements.txt", "*.py"}
+    assert set(copied) == used and "RUN pip install --no-cache-dir --requirement requirements.txt" in lines
