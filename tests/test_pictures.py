@@ -1,0 +1,84 @@
+"""The pictures of docs/: that they are drawn from what the code says now, and show what really happens."""
+
+import json
+import re
+
+import pytest
+from conftest import ROOT
+from PIL import Image
+from ranks import Ranks
+
+from tools import pictures
+from tools.step_model import Step, ring_seconds, step_seconds
+
+GLOO = """\
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from common.distributed import cleaned_up
+
+
+@cleaned_up()
+def main():
+    dist.init_process_group("gloo")
+    rank, n = dist.get_rank(), dist.get_world_size()
+    held = {name: torch.tensor(rows[rank]) for name, rows in json.loads(sys.argv[1]).items()}
+    dist.broadcast(held["broadcast"], src=0)
+    dist.all_reduce(held["all-reduce"])
+    piece = torch.zeros(1, dtype=torch.int64)
+    dist.reduce_scatter_tensor(piece, held["reduce-scatter"])
+    held["reduce-scatter"] = torch.zeros(n, dtype=torch.int64).index_copy(0, torch.tensor([rank]), piece)
+    dist.all_gather_into_tensor(held["all-gather"], held["all-gather"][rank : rank + 1].clone())
+    time.sleep(0.2 * rank)
+    came = time.monotonic()
+    dist.barrier()
+    print(json.dumps({name: row.tolist() for name, row in held.items()} | {"barrier": [came, time.monotonic()]}))
+
+
+main()
+"""
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_is_drawn_by_the_code_as_it_is_now_and_shown_on_a_page(name):
+    source = Image.open(ROOT / f"docs/figures/{name}.png").text["Source"]
+    assert source == pictures.fingerprint(), f"docs/figures/{name}.png is stale: python tools/pictures.py"
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert re.search(rf"!\[[^\]]{{20,}}\]\(figures/{name}\.png\)", pages), (
+        f"no page shows {name}.png with a description"
+    )
+
+
+def test_the_collectives_in_the_picture_are_what_gloo_does(tmp_path):
+    (tmp_path / "collectives.py").write_text(GLOO)
+    states = pictures.collectives()
+    given = json.dumps({name: before.tolist() for name, (before, _) in states.items()})
+    ranks = Ranks(tmp_path, pictures.RANKS, [given], script=tmp_path / "collectives.py")
+    assert ranks.wait() == [0] * pictures.RANKS, ranks.output()
+    told = [json.loads(ranks.output(rank)) for rank in range(pictures.RANKS)]
+    for name, (_, after) in states.items():
+        assert [rank[name] for rank in told] == after.tolist(), name
+    came, went = zip(*(rank["barrier"] for rank in told), strict=True)
+    assert min(went) >= max(came)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_the_ring_of_the_picture_adds_up_and_sends_as_much_as_the_model_says(ranks):
+    values = pictures.held(ranks)
+    rounds, total = pictures.ring_rounds(values), values.sum(axis=0)
+    assert (rounds[-1][0] == total).all()
+    assert (rounds[ranks - 1][0] == total).sum() == ranks  # halfway each rank has one finished piece
+    assert all((came.sum(axis=1) == 1).all() for _, came in rounds[1:])  # each rank gets one piece a round
+    pieces = sum(came.sum() for _, came in rounds) / ranks
+    assert pieces / ranks == pytest.approx(ring_seconds(1, ranks, latency=0, bandwidth=1))
+
+
+def test_the_overlap_in_the_picture_is_that_of_the_model():
+    step = Step(ready=(2.0, 3.0, 5.0), buckets=(0.5, 3.0, 1.0), total=6.0)
+    begins, ends = zip(*pictures.sent(step, lambda size: size), strict=True)
+    assert begins == (2.0, 3.0, 6.0) and ends == (2.5, 6.0, 7.0)
+    assert ends[-1] + step.total - step.ready[-1] == step_seconds(step, lambda size: size)

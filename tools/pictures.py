@@ -1,0 +1,304 @@
+"""Draws the pictures of docs/concepts.md: python tools/pictures.py
+
+What they show is computed here too, so that a test can compare it with what the real collectives do.
+"""
+
+import functools
+import hashlib
+import itertools
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.colors import to_rgb
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from charts import BLUE, GREEN, GREY, ORANGE, PURPLE
+
+from tools.step_model import Step, ring_seconds, step_seconds
+
+FIGURES = ROOT / "docs/figures"
+SOURCES = [ROOT / name for name in ("tools/pictures.py", "tools/step_model.py", "notebooks/charts.py")]
+RANKS = 4
+RANK_COLORS = (BLUE, ORANGE, GREEN, PURPLE)
+INK, PALE = "#222222", "#F4F4F4"
+
+
+# What the pictures show
+
+
+def held(ranks=RANKS):
+    """What each rank holds at first: a row of `ranks` numbers, all different."""
+    return np.arange(1, ranks * ranks + 1).reshape(ranks, ranks)
+
+
+def collectives(ranks=RANKS):
+    """{name: (before, after)}: a row of numbers for each rank, 0 where it holds none.
+
+    reduce-scatter and all-gather are the two halves of all-reduce.
+    """
+    values, empty = held(ranks), np.zeros((ranks, ranks), int)
+    total = values.sum(axis=0)
+    first, scattered, everywhere = empty.copy(), np.diag(total), np.tile(total, (ranks, 1))
+    first[0] = values[0]
+    return {
+        "broadcast": (first, np.tile(values[0], (ranks, 1))),
+        "all-reduce": (values, everywhere),
+        "reduce-scatter": (values, scattered),
+        "all-gather": (scattered, everywhere),
+    }
+
+
+def ring_rounds(values):
+    """A ring all-reduce, round by round.
+
+    Args:
+        values: int (n, n), a row for each rank, one number for each of the n pieces of its tensor.
+
+    Returns:
+        List of 2 (n - 1) + 1 pairs, the first before the first round: what each rank holds; and the pieces that have
+        just come, bool (n, n).
+    """
+    n = len(values)
+    values, rounds = values.copy(), [(values, np.zeros((n, n), bool))]
+    ranks, to = np.arange(n), (np.arange(n) + 1) % n
+    for k in range(2 * (n - 1)):
+        piece = (ranks - k) % n if k < n - 1 else (ranks + 1 - (k - (n - 1))) % n
+        sent, values, came = values[ranks, piece], values.copy(), np.zeros((n, n), bool)
+        values[to, piece] = sent + (values[to, piece] if k < n - 1 else 0)
+        came[to, piece] = True
+        rounds.append((values, came))
+    return rounds
+
+
+def sent(step, all_reduce):
+    """When each bucket's all-reduce begins and ends, if one is sent at a time and each as soon as it is there.
+
+    Args:
+        step: step_model.Step.
+        all_reduce: function of bytes, in seconds.
+
+    Returns:
+        List of (begin, end), in seconds.
+    """
+    spans, end = [], 0.0
+    for ready, size in zip(step.ready, step.buckets, strict=True):
+        begin = max(end, ready)
+        end = begin + all_reduce(size)
+        spans.append((begin, end))
+    return spans
+
+
+# How they look
+
+
+def canvas(width, height):
+    """A figure that is one empty drawing area, measured in inches from its upper left corner."""
+    fig = plt.figure(figsize=(width, height), layout="none")
+    ax = fig.add_axes([0, 0, 1, 1])
+    ax.set(xlim=(0, width), ylim=(height, 0))
+    ax.axis("off")
+    return fig, ax
+
+
+def tint(color, strength):
+    """A colour mixed with white."""
+    return tuple(1 - strength * (1 - part) for part in to_rgb(color))
+
+
+def box(ax, x, y, width, height, color, edge=None, **style):
+    patch = FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08", **style)
+    patch.set(facecolor=color, edgecolor=edge or color)
+    ax.add_patch(patch)
+
+
+def text(ax, x, y, words, size=10, **style):
+    ax.text(x, y, words, **{"size": size, "ha": "center", "va": "center", "color": INK} | style)
+
+
+def arrow(ax, start, end, color=GREY, bend=0.0, style="-|>", **more):
+    options = {"mutation_scale": 12, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0, "color": color} | more
+    ax.add_patch(FancyArrowPatch(start, end, arrowstyle=style, connectionstyle=f"arc3,rad={bend}", **options))
+
+
+def grid(ax, x, y, values, color_of, came=None, cell=0.32, names=True):
+    """A row of cells for each rank. A cell that holds nothing stays empty; one that has just come has a frame.
+
+    Args:
+        color_of: function of (rank, piece).
+        came: bool array like values.
+    """
+    for (rank, piece), value in np.ndenumerate(values):
+        corner, color = (x + piece * cell, y + rank * cell), color_of(rank, piece) if value else "white"
+        ax.add_patch(Rectangle(corner, cell, cell, facecolor=color, edgecolor="white" if value else "#DDDDDD"))
+        if came is not None and came[rank, piece]:
+            ax.add_patch(Rectangle(corner, cell, cell, facecolor="none", edgecolor=ORANGE, linewidth=2.5, zorder=3))
+        if value:
+            dark = np.dot(to_rgb(color), (0.3, 0.6, 0.1)) < 0.5
+            text(ax, corner[0] + cell / 2, corner[1] + cell / 2, str(value), 9.5, color="white" if dark else INK)
+    for rank in range(len(values) if names else 0):
+        text(ax, x - 0.08, y + (rank + 0.5) * cell, f"rank {rank}", 9, ha="right", color=GREY)
+
+
+def title(ax, x, y, words, more, right):
+    text(ax, x, y, words, 12, ha="left", weight="bold")
+    text(ax, right, y + 0.01, more, 9.5, ha="right", color=GREY)
+
+
+# The pictures
+
+
+def draw_ranks(machines=2, processes=2):
+    fig, ax = canvas(7.5, 3.7)
+    width, left, top, line = 3.35, 0.3, 0.15, 2.8
+    for rank in range(machines * processes):
+        node, local_rank = divmod(rank, processes)
+        x, y, color = left + node * (width + 0.2), top + 0.5, RANK_COLORS[rank]
+        if local_rank == 0:
+            box(ax, x, top, width, 2.2, PALE, "#CCCCCC")
+            text(ax, x + 0.15, top + 0.26, f"machine {node}", 12, ha="left", weight="bold")
+            text(ax, x + width - 0.15, top + 0.26, f"node rank {node}", 10.5, ha="right", color=GREY)
+        x += 0.15 + local_rank * 1.58
+        ax.plot([x + 0.735] * 2, [y + 1.55, line], color=GREY, linewidth=1.6, zorder=2)
+        box(ax, x, y, 1.47, 1.55, tint(color, 0.2), color, linewidth=1.5)
+        text(ax, x + 0.735, y + 0.3, f"rank {rank}", 13, weight="bold")
+        text(ax, x + 0.735, y + 0.68, f"local rank {local_rank}", 10.5)
+        box(ax, x + 0.235, y + 0.98, 1.0, 0.4, "white", color)
+        text(ax, x + 0.735, y + 1.18, f"cuda:{local_rank}", 10.5)
+    ax.plot([left + 0.885, x + 0.735], [line, line], color=GREY, linewidth=3, solid_capstyle="round")
+    text(ax, 3.75, line - 0.17, "network", 9.5, color=GREY)
+    ax.plot([left + 0.885] * 2, [line, line + 0.2], color=BLUE, linewidth=1.6, zorder=2)
+    box(ax, left + 0.15, line + 0.2, 3.05, 0.58, "white", BLUE, linewidth=1.5)
+    text(ax, left + 1.675, line + 0.37, "store, on the machine of rank 0,", 9.5)
+    text(ax, left + 1.675, line + 0.6, "at MASTER_ADDR:MASTER_PORT", 9.5)
+    text(ax, 7.05, line + 0.35, f"world size {machines * processes}", 13, ha="right", weight="bold")
+    text(ax, 7.05, line + 0.62, f"local world size {processes} on each machine", 9.5, ha="right", color=GREY)
+    return fig
+
+
+def draw_collectives():
+    fig, ax = canvas(7.5, 5.3)
+    total = held().sum(axis=0)
+    says = {
+        "broadcast": "rank 0's numbers, on all",
+        "all-reduce": "the sum, on all",
+        "reduce-scatter": "the sum, a piece on each",
+        "all-gather": "the pieces, on all",
+    }
+
+    def color_of(values, rank, piece):
+        if values[rank, piece] == total[piece]:
+            return GREY
+        return tint(RANK_COLORS[np.argwhere(held() == values[rank, piece])[0, 0]], 0.45)  # of whom it came from
+
+    for k, (name, states) in enumerate(collectives().items()):
+        x, y = 0.65 + k % 2 * 3.75, 0.22 + k // 2 * 1.95
+        title(ax, x - 0.52, y, name, says[name], x + 2.96)
+        for left, values in zip((x, x + 1.68), states, strict=True):
+            grid(ax, left, y + 0.25, values, functools.partial(color_of, values), names=left == x)
+        arrow(ax, (x + 1.34, y + 0.89), (x + 1.62, y + 0.89))
+
+    y, left, right, arrivals = 4.12, 0.65, 7.36, np.array([2.1, 3.6, 1.5, 2.8])
+    title(ax, left - 0.52, y, "barrier", "nobody goes on before the last has come", right)
+    go = left + arrivals.max()
+    for rank, arrival in enumerate(left + arrivals):
+        top, color = y + 0.22 + rank * 0.22, tint(RANK_COLORS[rank], 0.45)
+        text(ax, left - 0.08, top + 0.09, f"rank {rank}", 9, ha="right", color=GREY)
+        for begin, end, shade in ((left, arrival, color), (arrival, go, PALE), (go, right, color)):
+            ax.add_patch(Rectangle((begin, top), end - begin, 0.17, facecolor=shade))
+        if arrival < go:
+            text(ax, (arrival + go) / 2, top + 0.085, "waits", 8.5, color=GREY)
+    ax.plot([go, go], [y + 0.17, y + 1.13], color=INK, linewidth=1.6)
+    return fig
+
+
+def draw_ring():
+    fig, ax = canvas(7.5, 4.15)
+    counts = ring_rounds(np.ones((RANKS, RANKS), int))  # of how many ranks each number is the sum
+    for k, (values, came) in enumerate(ring_rounds(held())):
+        row, column = divmod(k if k < RANKS else k + 1, RANKS)
+        x, y, shades = 0.75 + column * 1.78 - (column > 0) * 0.1, 0.75 + row * 2.02, 0.1 + 0.3 * (counts[k][0] - 1)
+        text(ax, x + 0.64, y - 0.14, f"after round {k}" if k else "at first", 9.5, color=GREY)
+        grid(ax, x, y, values, lambda *at, shades=shades: tint(GREY, shades[at]), came, names=column == row)
+    title(
+        ax, 0.15, 0.22, "reduce-scatter", "in each round each rank sends the next one a piece, to add to its own", 7.27
+    )
+    title(ax, 0.15, 2.32, "all-gather", "each sends on a finished piece", 7.27)
+    center, angles = np.array([0.95, 3.38]), 2 * np.pi * np.arange(RANKS) / RANKS - np.pi / 2
+    spots = center + 0.5 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    for rank, spot in enumerate(spots):
+        ax.add_patch(plt.Circle(spot, 0.19, facecolor=tint(GREY, 0.1), edgecolor=GREY, linewidth=1.5, zorder=2))
+        text(ax, *spot, str(rank), 11, zorder=3)
+        arrow(ax, spot, spots[(rank + 1) % RANKS], ORANGE, shrinkA=15, shrinkB=15, bend=0.3)
+    return fig
+
+
+def draw_overlap():
+    """A made-up step of a network of four layers, each of them a bucket: no machine has measured these times."""
+    backward, update = np.array([0.8, 1.5, 1.5, 1.3]), 0.9  # of layers 4, 3, 2, 1
+    forward = backward / 2
+    ready = tuple(forward.sum() + backward.cumsum())
+    step = Step(ready, buckets=(0.5, 1.3, 1.3, 1.0), total=ready[-1] + update)
+    all_reduce = functools.partial(ring_seconds, devices=RANKS, latency=0.02, bandwidth=1.5)
+    after = sent(step._replace(ready=(ready[-1],) * RANKS), all_reduce)  # all of it when backward has ended
+    seconds = [step_seconds(step, all_reduce, overlap) for overlap in (0.0, 1.0)]
+
+    fig, ax = canvas(7.5, 3.55)
+    left, right, layers = 0.95, 7.35, np.arange(RANKS, 0, -1)
+    scale = (right - left) / seconds[0]
+
+    def blocks(y, spans, names, color=None):
+        for (begin, end), name in zip(spans, names, strict=True):
+            face = tint(color or RANK_COLORS[int(name) - 1], 0.25 if color else 0.45)
+            corner, size = (left + begin * scale, y), (end - begin) * scale
+            ax.add_patch(Rectangle(corner, size, 0.38, facecolor=face, edgecolor="white", linewidth=1.5))
+            text(ax, corner[0] + size / 2, y + 0.19, str(name), 10)
+
+    def brace(y, begin, end, words):
+        arrow(ax, (left + begin * scale, y), (left + end * scale, y), style="<|-|>", mutation_scale=9)
+        text(ax, left + (begin + end) / 2 * scale, y + 0.15, words, 9.5, color=GREY)
+
+    rows = (
+        (0.25, "All-reduce after backward", after, seconds[0]),
+        (2.0, "DDP: all-reduce during backward", sent(step, all_reduce), seconds[1]),
+    )
+    for y, name, spans, end in rows:
+        text(ax, 0.15, y, name, 12, ha="left", weight="bold")
+        for lane, words in ((y + 0.25, "compute"), (y + 0.68, "network")):
+            ax.add_patch(Rectangle((left, lane), right - left, 0.38, facecolor=PALE))
+            text(ax, left - 0.08, lane + 0.19, words, 9.5, ha="right", color=GREY)
+        edges = np.concatenate([[0], forward[::-1].cumsum(), ready])
+        blocks(y + 0.25, itertools.pairwise(edges), [*layers[::-1], *layers])
+        blocks(y + 0.25, [(end - update, end)], ["step"], GREY)
+        blocks(y + 0.68, spans, layers)
+        brace(y + 1.18, 0, edges[RANKS], "forward")
+        brace(y + 1.18, edges[RANKS], ready[-1], "backward")
+        brace(y + 1.18, ready[-1], spans[-1][1], "exposed")
+    brace(y + 1.18, *seconds[::-1], "saved")
+    return fig
+
+
+PICTURES = {"ranks": draw_ranks, "collectives": draw_collectives, "ring": draw_ring, "overlap": draw_overlap}
+
+
+def fingerprint():
+    """A hash of all that the pictures are drawn from: a picture that holds another one is stale."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
+
+
+def main():
+    for name, draw in PICTURES.items():
+        fig = draw()
+        fig.savefig(FIGURES / f"{name}.png", metadata={"Software": None, "Source": fingerprint()})
+        plt.close(fig)
+        print(f"picture: docs/figures/{name}.png")
+
+
+if __name__ == "__main__":
+    main()
