@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import slurm_cluster as slurm_cluster_module
 import torch
 from PIL import Image
 
 from common.distributed import free_port
 from common.flags import Parser
 from tools import hosts as hosts_module
+from tools import slurm_cluster as slurm_cluster_module
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["01_snsc.py", "02_snmc_dp.py", "03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py", "05_mnmc_ddp_slurm.py"]

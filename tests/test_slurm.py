@@ -6,8 +6,9 @@ import time
 
 import pytest
 from conftest import QUICK, ROOT, TRAIN, need
-from slurm_cluster import wait_until
 from test_data import write_mnist
+
+from tools.slurm_cluster import wait_until
 
 SBATCH = sorted(path.name for path in (ROOT / "launch/slurm").glob("*.sbatch"))
 

@@ -1,4 +1,7 @@
-"""A real Slurm cluster of several nodes on this one machine, for tests of launch files.
+"""A real Slurm cluster of several nodes on this one machine, to try launch files and to test them.
+
+    sudo .venv/bin/python tools/slurm_cluster.py srun --nodes=2 hostname    a command on it
+    sudo .venv/bin/python tools/slurm_cluster.py bash                       a shell in which srun and sbatch work
 
 Each node is a slurmd in namespaces of its own for the host name and the mounts, so that its jobs see the node's name
 from `hostname` and every node's address in /etc/hosts, while the machine's own name and file stay as they are. The
@@ -15,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -315,3 +319,21 @@ class SlurmCluster:
 
         if not wait_until(empty, timeout):
             raise TimeoutError(f"jobs were left {timeout} s after scancel:\n{self.run('squeue').stdout}")
+
+
+def main():
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    if reason := missing():
+        sys.exit(f"slurm_cluster.py: error: {reason}")
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(folder) as cluster:
+        try:
+            sys.exit(subprocess.run(sys.argv[1:], env=cluster.env, cwd=ROOT).returncode)
+        except FileNotFoundError:
+            sys.exit(f"slurm_cluster.py: error: no command {sys.argv[1]!r}: expected one such as srun, sbatch or bash")
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
