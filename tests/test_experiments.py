@@ -137,7 +137,7 @@ def test_srun_is_left_out_where_it_does_not_answer(monkeypatch):
 
 
 def test_the_commands_of_the_readme_and_the_notebooks_are_taken():
-    texts = [(ROOT / name).read_text() for name in ("README.md", "results/README.md", "tools/experiments.py")]
+    texts = [(ROOT / name).read_text() for name in ("docs/performance.md", "results/README.md", "tools/experiments.py")]
     texts += [path.read_text() for path in (ROOT / "notebooks").glob("*.ipynb")]
     found = {
         m

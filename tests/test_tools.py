@@ -1,17 +1,14 @@
-"""The Makefile, the benchmark and the tables of the README."""
+"""The Makefile, the benchmarks, the steps, and what is recorded in results/."""
 
 import json
 import os
 import re
-import runpy
-import shlex
 import statistics
 import subprocess
 import time
 
 import pytest
-from conftest import ALL_SCRIPTS, ROOT, start
-from torch.distributed.run import get_args_parser
+from conftest import ROOT, start
 
 from tools import bench_ddp, drill, steps, tables
 from tools.records import records, select
@@ -180,40 +177,7 @@ def test_the_steps_of_the_ladder_are_listed_and_shown(capsys, monkeypatch):
         steps.main()
 
 
-# README.md and results/
-
-
-def test_the_tables_of_the_readme_are_fresh():
-    process = start("tools/tables.py", "--check")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-
-
-def commands():
-    """Every command line of the README and the docstrings that starts a script: (launcher, script, flags)."""
-    texts = [(ROOT / "README.md").read_text(), *(runpy.run_path(str(ROOT / s))["__doc__"] for s in ALL_SCRIPTS)]
-    text = "\n".join(texts).replace("\\\n", "")  # a line that goes on in the next one
-    found = re.findall(r"\b((?:python|torchrun|srun) [^`\n|]*?)(\d\d_\w+\.py)([^`\n#|]*)", text)
-    return sorted({tuple(part.strip() for part in line) for line in found})
-
-
-@pytest.mark.parametrize(("launcher", "script", "given"), commands())
-def test_every_command_that_is_shown_is_one_that_is_taken(launcher, script, given, monkeypatch):
-    monkeypatch.setattr("sys.argv", [script, *shlex.split(given)])
-    if given != "--help":
-        runpy.run_path(str(ROOT / script))["parse_args"]()
-    if launcher.startswith("torchrun"):
-        args = get_args_parser().parse_args([*shlex.split(launcher)[1:], script, *shlex.split(given)])
-        assert (args.training_script, args.training_script_args) == (script, shlex.split(given))
-        assert args.node_rank == 0 and args.nproc_per_node in ("2", "8")
-    else:
-        assert re.fullmatch("(srun --nodes=2 --ntasks-per-node=2( --kill-on-bad-exit=1)? )?python", launcher)
-
-
-def test_every_script_is_shown_with_a_command_and_every_make_target_exists():
-    assert {script for _, script, _ in commands()} == set(ALL_SCRIPTS)
-    for target in re.findall(r"^make (\w+) ", (ROOT / "README.md").read_text(), re.M):
-        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+# results/
 
 
 def test_cifar10_is_recorded_within_a_point_and_a_half_of_the_published_run():

@@ -1,17 +1,7 @@
-"""Render the tables of README.md from results/, so that no number is typed by hand.
-
-    python tools/tables.py            write them
-    python tools/tables.py --check    exit 1 if one is stale
-
-A table stands between <!-- table: NAME --> and <!-- end --> and is made by the function of that name.
-"""
+"""The tables of the book, made from results/, so that no number is typed by hand: tools/book.py fills them in."""
 
 import re
-import sys
-from pathlib import Path
-from statistics import mean
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from statistics import mean, median
 
 from tools import steps
 from tools.records import ROOT, group, hardware, published, records, select, spread
@@ -49,15 +39,35 @@ def table(head, rows):
 
 
 def ladder():
-    """The scripts, what each adds and how many lines of its parent it changes."""
+    """The scripts, what each adds, how many lines of its parent it changes, and what that gave here."""
+    results, machine = measured()
     rows = []
     for script, adds, command in LADDER:
         size = f"{len((ROOT / script).read_text().splitlines())} lines"
         if script in steps.STEPS:
             added, removed, _ = steps.size(script)
             size = f"+{added} -{removed} on `{steps.STEPS[script].parent[:2]}`"
-        rows.append((f"[`{script}`]({script})", adds, f"`{command}`", size))
-    return table(("script", "adds", "started with", "size"), rows)
+        chapter = f"[chapter](docs/{script[:-3]}.md)"
+        rows.append((f"[`{script}`]({script})", adds, f"`{command}`", size, results[script], chapter))
+    head = ("script", "adds", "started with", "size", "measured", "read")
+    return f"{table(head, rows)}\n\nMeasured on {machine}: median of 3 runs."
+
+
+def measured():
+    """({script: what it gave}, machine): speed on two cores against one process on one, and what 06 costs."""
+    machine, runs = next(iter(group([r | {"on": hardware(r)} for r in records("speed")], "on").items()))
+    whole = [r for r in runs if r["batch_size"] == 128]
+    base = {r["seed"]: r["images_per_second"] for r in whole if r["script"] == "01_snsc.py" and r["cpu_threads"] == 1}
+    results = {}
+    for script, some in group(whole, "script").items():
+        both = [r for r in some if r["world_size"] * r["cpu_threads"] == 2]
+        ratio = median(r["images_per_second"] / base[r["seed"]] for r in both)
+        results[script] = f"{ratio:.2f} x the speed of one core"
+    costs = [r for r in records("train") if hardware(r) == machine and r["image_size"] == 224]
+    bare, dummy = ([r["images_per_second"] for r in select(costs, run=run)] for run in ("bare", "dummy"))
+    ratio = median(ours / limit for ours, limit in zip(dummy, bare, strict=True))
+    results["06_imagenet.py"] = f"{ratio:.2f} x the speed of the bare step"
+    return results, machine
 
 
 def by_hardware(lines, render):
@@ -285,21 +295,4 @@ def drill():
     return by_hardware(records("drill"), block)
 
 
-def render(text):
-    """The text with every table made anew."""
-    make = {f.__name__: f for f in (ladder, cifar10, accuracy, first_runs, input, ddp, launch, imagenet, train, drill)}
-    pattern = r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)"
-    return re.sub(pattern, lambda m: f"{m[1]}\n{make[m[2]]()}\n{m[3]}", text, flags=re.S)
-
-
-def main():
-    path = ROOT / "README.md"
-    text = path.read_text()
-    fresh = render(text)
-    if "--check" in sys.argv:
-        sys.exit("README.md has a stale table: run python tools/tables.py" if fresh != text else 0)
-    path.write_text(fresh)
-
-
-if __name__ == "__main__":
-    main()
+TABLES = {f.__name__: f for f in (ladder, cifar10, accuracy, first_runs, input, ddp, launch, imagenet, train, drill)}
