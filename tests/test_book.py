@@ -1,0 +1,461 @@
+"""README.md and docs/: every command is taken and, where it can, runs; every snippet runs; every link leads on."""
+
+import contextlib
+import functools
+import io
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+from conftest import ALL_SCRIPTS, ROOT, need, write_images
+from ranks import Ranks
+from torch.distributed.run import get_args_parser
+
+from tools import book
+
+PAGES = book.pages()
+FENCE = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+
+
+class Command(NamedTuple):
+    """A line of a ```sh block; reason: why it does not run here, as the page says, or None."""
+
+    page: str
+    text: str
+    reason: str | None
+
+
+def fences(page, language):
+    """The fenced blocks of a page in a language, as matches; what tools/book.py has filled in is left out."""
+    text = book.BLOCK.sub("", page.read_text())
+    return [found for found in FENCE.finditer(text) if found["language"] == language]
+
+
+def lines_of(block):
+    """The commands of a block, each on one line and without comments."""
+    lines = re.sub(r"\\\n\s*", " ", block["text"]).splitlines()
+    return [line for line in (re.sub(r"(^|\s+)# .*", "", line).strip() for line in lines) if line]
+
+
+def all_commands():
+    found = [
+        Command(str(page.relative_to(ROOT)), line, block["reason"])
+        for page in PAGES
+        for block in fences(page, "sh")
+        for line in lines_of(block)
+    ]
+    for script in ALL_SCRIPTS:  # their docstrings show commands too, and say what they need
+        doc = runpy.run_path(str(ROOT / script))["__doc__"]
+        doc = re.sub(r"\s*\\\n\s*", " ", doc)
+        shown = re.findall(r"^ +((?:python|torchrun|srun|sbatch) .*?)(?:  +\S.*)?$", doc, re.M)
+        found += [Command(script, " ".join(line.partition(" #")[0].split()), "a docstring") for line in shown]
+    return list(dict.fromkeys(found))
+
+
+COMMANDS = all_commands()
+
+
+def test_no_block_of_commands_is_overlooked():
+    for page in PAGES:
+        assert len(fences(page, "sh")) == len(re.findall(r"^```sh$", page.read_text(), re.M)), page.name
+        assert "```\n```sh" not in page.read_text() and not re.search(r"^ +```sh$", page.read_text(), re.M), page.name
+
+
+# What a page shows of the repository
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_shows_of_code_and_results_is_fresh(page):
+    assert book.render(page.read_text()) == page.read_text(), "stale: python tools/book.py"
+
+
+def test_a_stale_page_is_named(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- diff: 05 -->\n\nold\n\n<!-- end -->\n")
+    monkeypatch.setattr(book, "pages", lambda: [page])
+    monkeypatch.setattr(book, "ROOT", tmp_path)
+    monkeypatch.setattr(book, "script", lambda number: "05_mnmc_ddp_slurm.py")
+    monkeypatch.setattr("sys.argv", ["book.py", "--check"])
+    with pytest.raises(SystemExit, match=r"page\.md is stale: python tools/book\.py"):
+        book.main(book.parse_args())
+    assert "old" in page.read_text()
+    monkeypatch.setattr("sys.argv", ["book.py"])
+    book.main(book.parse_args())
+    assert "+@@" not in page.read_text() and "```diff\n@@" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("marker", "expected"),
+    [
+        ("table: nothing", "table nothing: expected one of ladder, "),
+        ("picture: nothing", "expected one of table, diff, section, code, output"),
+        ("code: common/models.py Nothing", "common/models.py has no function or class Nothing"),
+        (
+            "output: python nothing.py",
+            "the output of `python nothing.py` is not recorded: python tools/book.py --record",
+        ),
+    ],
+)
+def test_a_block_that_cannot_be_filled_in_says_what_to_do(marker, expected):
+    with pytest.raises(book.BookError, match=re.escape(expected)):
+        book.render(f"<!-- {marker} -->\n<!-- end -->")
+
+
+def test_every_script_has_a_chapter_with_its_diff_or_its_sections():
+    for script in ALL_SCRIPTS:
+        text = (ROOT / f"docs/{script[:-3]}.md").read_text()
+        assert f"<!-- diff: {script[:2]} -->" in text or f"<!-- section: {script[:2]} " in text
+        assert re.search(r"^## Exercise", text, re.M) and "<summary>" in text
+        assert "<!-- output: " in text, "what you should see"
+
+
+def test_the_ten_questions_have_a_section_each_and_the_contents_lead_there():
+    contents = (ROOT / "docs/README.md").read_text()
+    questions = re.findall(r"^\d+\. \[(.+\?)\]\((\w+\.md)#[\w-]+\)", contents, re.M)
+    assert len(questions) == 10
+    for question, page in questions:
+        assert f"## {question}\n" in (ROOT / "docs" / page).read_text()
+
+
+# Links and flags
+
+
+def anchors(page):
+    """The anchors that a code host makes of a page's headings."""
+    found = []
+    for heading in re.findall(r"^#+ +(.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M):
+        plain = re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower()).replace(" ", "-")
+        found.append(f"{plain}-{found.count(plain)}" if plain in found else plain)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), f"{page.name}: {target}"
+        assert there.is_relative_to(ROOT), f"{page.name}: {target} leads out of the repository"
+        assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
+
+
+LAUNCHERS = ("srun", "sbatch", "salloc", "scancel", "squeue", "sinfo", "mpirun")
+ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+# Flags of programs whose parser is not at hand; each is explained where it stands.
+OTHERS = {
+    "--shm-size": "docker", "--ipc": "docker", "--gpus": "docker", "--tag": "docker", "--file": "docker",
+    "--local-rank": "what torch.distributed.launch adds", "--set-ntp": "timedatectl",
+    "--cap-add": "docker", "--network": "docker", "--pid": "py-spy",
+    "--test-only": "sbatch, whose help leaves it out", "--open-mode": "sbatch, whose help leaves it out",
+}  # fmt: skip
+
+
+def helps(command, folder):
+    """The flags that a launcher's own --help names. Slurm's commands want a configuration even for that."""
+    (folder / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=none\n")
+    env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")} | ALLOW_ROOT
+    what = ["full"] if command == "mpirun" else []
+    shown = subprocess.run([command, "--help", *what], env=env, capture_output=True, text=True).stdout
+    return set(re.findall(r"--[a-z][a-z-]+", shown))
+
+
+def known_flags(folder):
+    """Every flag of our own programs and of the launchers."""
+    known = set(OTHERS)
+    ours = [
+        *ALL_SCRIPTS,
+        "common/flags.py",
+        *(p.relative_to(ROOT) for name in ("tools", "launch") for p in ROOT.glob(f"{name}/*.py")),
+    ]
+    for file in ours:
+        known |= set(re.findall(r'"(--[a-z][\w-]*)"', (ROOT / file).read_text()))
+    known |= {flag.replace("--", "--no-", 1) for flag in known}
+    known |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    for command in LAUNCHERS:
+        known |= helps(command, folder)
+    return known
+
+
+def test_every_flag_in_the_text_is_one_that_some_program_takes(tmp_path):
+    absent = [command for command in LAUNCHERS if shutil.which(command) is None]
+    need(f"not installed: {', '.join(absent)} (apt-get install slurm-wlm openmpi-bin)" if absent else None)
+    known, unknown = known_flags(tmp_path), []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        for span in re.findall(r"`([^`\n]+)`", text):
+            flags = re.findall(r"(?<![\w-])(--[a-z][\w-]*)", span)
+            unknown += [f"{page.name}: {flag} in `{span}`" for flag in flags if flag not in known]
+    assert not unknown, "\n".join(unknown)
+
+
+# Commands are taken
+
+
+def split(text):
+    """(environment variables, program, arguments) of a command."""
+    words = shlex.split(text)
+    if words[0] == "timeout":
+        words = words[next(k for k, word in enumerate(words) if word.isdigit()) + 1 :]
+    variables = {}
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    return variables, words[0] if words else "", words[1:]
+
+
+def launched(arguments):
+    """(launcher's options, file, its arguments) of what stands behind srun, mpirun or torchrun."""
+    k = next(k for k, word in enumerate(arguments) if re.search(r"\.py$", word))
+    return arguments[:k], arguments[k], arguments[k + 1 :]
+
+
+def check_python(arguments, monkeypatch):
+    """Arguments of python: a file of ours with what its own parser takes, or code that compiles."""
+    if arguments[0] == "-c":
+        compile(arguments[1], "-c", "exec")
+        return
+    if arguments[0] == "-m":
+        assert arguments[1] in ("torch.distributed.run", "torch.distributed.launch", "pytest"), arguments
+        return
+    file, *given = arguments
+    if file == "train.py":  # the reader's own
+        return
+    assert (ROOT / file).exists(), file
+    if given in (["--help"], ["-h"]):
+        return
+    if file == "tools/steps.py":
+        assert not given or given[0] in ("02", "03", "04", "05", "06")
+        return
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", [file, *given])
+    runpy.run_path(str(ROOT / file))["parse_args"]()
+
+
+def check(text, monkeypatch, slurm_help):
+    _, program, arguments = split(text)
+    if program == "python":
+        check_python(arguments, monkeypatch)
+    elif program == "torchrun":
+        options, file, given = launched(arguments)
+        args = get_args_parser().parse_args([*options, file, *given])
+        assert (args.training_script, args.training_script_args) == (file, given)
+        check_python([file, *given], monkeypatch)
+    elif program == "srun":
+        options, file, given = launched(arguments)
+        known = slurm_help("srun")
+        assert all(option.partition("=")[0] in known for option in options if option.startswith("--")), options
+        if "torchrun" in options:
+            check(shlex.join(["torchrun", *options[options.index("torchrun") + 1 :], file, *given]), monkeypatch, None)
+        else:
+            check_python([file, *given], monkeypatch)
+    elif program == "sbatch":
+        k = next(k for k, word in enumerate(arguments) if word.endswith(".sbatch"))
+        known = slurm_help("sbatch") | set(OTHERS)
+        assert all(option.partition("=")[0] in known for option in arguments[:k]), arguments
+        script = Path(arguments[k]).name[:2]
+        check_python([next(name for name in ALL_SCRIPTS if name[:2] == script), *arguments[k + 1 :]], monkeypatch)
+        assert (ROOT / arguments[k]).exists()
+    elif program == "mpirun":
+        _, file, given = launched(arguments)
+        check_python([file, *given], monkeypatch)
+    elif program.startswith("launch/"):
+        check_launch_file(program, arguments, monkeypatch)
+    elif program == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert next(word for word in arguments if "=" not in word) in targets
+    elif program == "kubectl" and arguments[0] == "apply":
+        assert (ROOT / arguments[2]).exists()
+    elif program == "docker" and "--file" in arguments:
+        assert (ROOT / arguments[arguments.index("--file") + 1]).exists()
+    elif program == "docker" and "torchrun" in arguments:
+        check(shlex.join(arguments[arguments.index("torchrun") :]), monkeypatch, None)
+    else:
+        known = ("", ".", "export", "rm", "truncate", "ss", "squeue", "docker", "kubectl", "sudo")
+        assert program in known, f"{text}: teach this test how to check {program}"
+
+
+def check_launch_file(program, arguments, monkeypatch):
+    assert os.access(ROOT / program, os.X_OK), program
+    if program.endswith("06_static.sh"):  # which wants the node rank first
+        assert arguments[0].isdigit()
+        arguments = arguments[1:]
+    own = [] if re.match(r"launch/(mpirun|sensecore)\.sh", program) else ["06_imagenet.py"]
+    check_python([*own, *arguments], monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def slurm_help(tmp_path_factory):
+    """A function command -> the options that its --help names."""
+
+    @functools.cache
+    def options(command):
+        need(None if shutil.which(command) else f"not installed: {command} (apt-get install slurm-wlm)")
+        return helps(command, tmp_path_factory.mktemp("help"))
+
+    return options
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text}")
+def test_every_command_is_one_that_is_taken(command, monkeypatch, slurm_help, capsys):
+    try:
+        check(command.text, monkeypatch, slurm_help)
+    except SystemExit:  # the parsers look at the machine too
+        said = capsys.readouterr().err
+        assert command.reason and "GPU" in command.reason and "GPU" in said, said
+
+
+def test_every_sbatch_that_is_shown_would_be_queued(slurm):
+    shown = {command.text for command in COMMANDS if command.text.startswith("sbatch ")}
+    assert len(shown) >= 3
+    for text in shown:
+        end = slurm.run("sbatch", "--test-only", *(word for word in shlex.split(text)[1:] if word != "--test-only"))
+        assert end.returncode == 0 and "to start at" in end.stderr, f"{text}: {end.stderr}"
+
+
+# Commands run
+
+
+# Flags that make a script short, on images that are a test's own; of a flag given twice the last one counts.
+SHORT = ["--epochs=1", "--batch-size=8", "--arch=small_net", "--dataset=folder", "--data-dir"]
+SHORT_06 = ["--epochs=1", "--batch-size=16", "--arch=mnist_net", "--image-size=32", "--dummy=64", "--checkpoints-path"]
+ELSEWHERE = {  # what other tests run, in sizes of their own
+    "tools/bench.py": "test_the_ddp_benchmark_tells_efficiency_communication_and_launches",
+    "tools/experiments.py": "test_experiments.py",
+    "launch/preflight.py": "test_preflight.py",
+}
+
+
+def kind(command):
+    """What a command starts, under what, with which variables, and its flags without their values."""
+    variables, program, arguments = split(command.text)
+    if program not in ("python", "torchrun") or arguments[0] == "-c":
+        return command.text, frozenset()
+    options, file, given = launched(arguments)
+    flags = frozenset(word.partition("=")[0] for word in options + given if word.startswith("--"))
+    return (program, file, frozenset(variables)), flags
+
+
+def to_run():
+    """The commands to run here: all that the pages give no reason against, but for those of which another one has every
+    flag and more. What those start is the same, and their flags have been parsed."""
+    chosen = {}
+    for command in COMMANDS:
+        if command.reason is None and split(command.text)[1] not in (".", "make") and "--help" not in command.text:
+            chosen.setdefault(kind(command), command)
+    return [
+        command
+        for (what, flags), command in chosen.items()
+        if not any(what == other and flags < more for other, more in chosen) and what[1] not in ELSEWHERE
+    ]
+
+
+def scaled(text, folder):
+    """The command made short, with what it writes and reads in a folder."""
+    text = re.sub(r"^timeout \S+ \d+ ", "", text)
+    text = re.sub(r"\bcheckpoints/", f"{folder}/checkpoints/", text)
+    script = re.search(r"\b0(\d)_\w+\.(py|sh)", text)
+    if script and script[1] == "6":
+        text += f" {shlex.join(SHORT_06)} {folder}/checkpoints/06"
+    elif script:
+        text += f" {shlex.join(SHORT)} {folder}"
+    return text
+
+
+def forms(output):
+    """The lines of an output that report, with # for each number: what stays the same in a run of another size."""
+    lines = [line for line in output.splitlines() if re.search(r"== |^done|global batch|error: ", line)]
+    return {re.sub(r"[\d.,]+%?", "#", re.sub(r"\[ +", "[", line)) for line in lines}
+
+
+def recorded(text):
+    """What a page shows as the output of a command, or None."""
+    return next((r["output"] for r in reversed(book.records("output")) if r["command"] == text), None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the commands of the pages write, and find what those before them wrote."""
+    folder = tmp_path_factory.mktemp("book")
+    (folder / "checkpoints").mkdir()
+    write_images(folder, "test", (32, 32))
+    return write_images(folder, "train", (32, 32))
+
+
+@pytest.mark.parametrize("command", to_run(), ids=lambda command: f"{command.page}: {command.text}")
+def test_every_command_that_can_run_here_runs_and_prints_what_its_page_shows(command, folder, run):
+    if "mpirun" in command.text:
+        need(None if shutil.which("mpirun") else "not installed: mpirun (apt-get install openmpi-bin)")
+    text = scaled(command.text, folder)
+    variables, program, arguments = split(text)
+    if program == "python" and re.match(r"0[12]_", arguments[0]) and not variables:
+        end = run(*arguments)
+        code, out, err = end.code or 0, end.out, end.err
+    else:
+        path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+        env = os.environ | ALLOW_ROOT | {"PATH": path}
+        end = subprocess.run(["bash", "-c", text], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        code, out, err = end.returncode, end.stdout, end.stderr
+    shown = recorded(command.text)
+    assert (code != 0) == ("error: " in (shown or "")), f"{text}\n{out}{err}"
+    if shown:
+        assert forms(out + err) and forms(out + err) <= forms(shown), f"{out}{err}"
+
+
+def test_the_srun_of_the_chapter_prints_what_it_shows(slurm, folder):
+    texts = [command.text for command in COMMANDS if re.match(r"srun .*05_mnmc", command.text)]
+    shown = [text for text in texts if recorded(text)]
+    assert shown, "docs/05_mnmc_ddp_slurm.md shows the output of an srun"
+    end = slurm.run(*shlex.split(scaled(shown[0], folder)))
+    assert end.returncode == 0 and forms(end.stdout) and forms(end.stdout) <= forms(recorded(shown[0])), end.stderr
+
+
+def test_every_reason_not_to_run_a_command_is_one_of_a_kind():
+    """So that nothing is left out because it happened to fail: what needs what is not here, takes hours, or waits."""
+    kinds = r"needs |downloads |takes |waits |belongs |it runs until|shows what|installs |compares |a docstring|" \
+            r"sets up |for a machine with |runs these tests|SenseCore |train\.py is your"  # fmt: skip
+    odd = [command for command in COMMANDS if command.reason and not re.match(kinds, command.reason)]
+    assert not odd, odd
+
+
+# Snippets run
+
+
+SNIPPETS = [(page.name, block["text"]) for page in PAGES for block in fences(page, "python") if not block["reason"]]
+ALONE = [(name, text) for name, text in SNIPPETS if not text.startswith("# torchrun")]
+TOGETHER = [(name, text) for name, text in SNIPPETS if text.startswith("# torchrun")]
+
+
+@pytest.mark.parametrize(("page", "text"), ALONE, ids=[f"{name} {k}" for k, (name, _) in enumerate(ALONE)])
+def test_every_snippet_runs_by_itself(page, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(text, page, "exec"), {"__name__": "__main__"})
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    assert not dist.is_initialized(), "it has left a process group"
+
+
+@pytest.mark.parametrize(("page", "text"), TOGETHER, ids=[f"{name} {k}" for k, (name, _) in enumerate(TOGETHER)])
+def test_every_snippet_for_torchrun_runs_on_two_processes(page, text, tmp_path):
+    (tmp_path / "snippet.py").write_text(text)
+    ranks = Ranks(tmp_path, 2, [], script=str(tmp_path / "snippet.py"), prepare=go_to)
+    assert ranks.wait() == [0, 0], ranks.output(0) + ranks.output(1)
+
+
+def go_to(rank):
+    """Into the folder of the script, for what it writes."""
+    os.chdir(Path(os.readlink("/proc/self/fd/1")).parent)
