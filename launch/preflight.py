@@ -493,7 +493,9 @@ def check_all_reduce(outcome, all_facts):
         return Check("all_reduce", "FAIL", f"no sign of life: {where(outcome.silent)}", change)
     if outcome.error:
         found = lost_peer(outcome.error) or " ".join(str(outcome.error).split())[:300]
-        return Check("all_reduce", "FAIL", found, "NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL, and once more")
+        return Check(
+            "all_reduce", "FAIL", found, "once more with NCCL_DEBUG=INFO, or for gloo with TORCH_CPP_LOG_LEVEL=INFO"
+        )
     late = [rank for rank, stage in outcome.stages.items() if stage != "done"]
     found = f"nothing moved for {QUIET} s: {where(late)}"
     return Check("all_reduce", "FAIL", found, "NCCL_DEBUG=INFO; on one machine NCCL_P2P_DISABLE=1 as a test")

@@ -1,0 +1,221 @@
+"""Makes the mistakes of docs/troubleshooting.md, one after another, without this project's code to prevent them.
+
+    torchrun --nproc-per-node=2 --log-dir DIR --redirects=3 tests/provoke.py    those that take two ranks
+    python tests/provoke.py launchers                                           those of torchrun itself
+    python tests/provoke.py shared-memory                                       where /dev/shm is small
+    python tests/provoke.py join HOST RANK                                      on each of two hosts
+
+After a line `== NAME` comes what torch prints of the mistake NAME.
+"""
+
+import contextlib
+import datetime
+import os
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import launch, run
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from common.distributed import lost_peer
+
+SHORT = datetime.timedelta(seconds=2)
+
+
+@contextlib.contextmanager
+def mistake(name):
+    """Print what is raised, and then what the scripts of this project would say of it."""
+    sys.stderr.write(f"== {name}\n")
+    try:
+        yield
+    except BaseException as error:
+        traceback.print_exc()
+        if reason := lost_peer(error):
+            sys.stderr.write(f"provoke.py: error: {reason}\n")
+    sys.stderr.flush()
+
+
+# Two ranks
+
+
+@contextlib.contextmanager
+def mistake_of_ranks(name):
+    """The same, while all ranks wait for each other before and after."""
+    dist.barrier()
+    with mistake(name):
+        yield
+    dist.barrier()
+
+
+def short_lived_group():
+    """One whose collectives do not wait long; when one has failed, its connections are closed."""
+    return dist.new_group(timeout=SHORT)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.forgotten = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def two_ranks():
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    rank = dist.get_rank()
+
+    group = short_lived_group()
+    with mistake_of_ranks("a rank does not come"):
+        if rank == 0:
+            dist.all_reduce(torch.ones(1), group=group)
+
+    group = short_lived_group()
+    with mistake_of_ranks("monitored barrier"):
+        if rank == 0:
+            dist.monitored_barrier(group=group, timeout=SHORT, wait_all_ranks=True)
+
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL does, here for one group
+    group = dist.new_group()
+    dist.set_debug_level(level)
+    with mistake_of_ranks("rank 0 alone evaluates"):
+        if rank == 0:
+            dist.all_reduce(torch.ones(1), group=group)  # of its evaluation
+        else:
+            dist.broadcast(torch.ones(1), src=0, group=group)  # of the next training step
+
+    with mistake_of_ranks("no gradient"):
+        ddp = DistributedDataParallel(TwoHeads())
+        for _ in range(2):
+            ddp(torch.ones(1, 2)).sum().backward()
+
+    group = short_lived_group()
+    with mistake_of_ranks("uneven batches"):
+        ddp = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        for _ in range(3 - rank):
+            ddp(torch.ones(1, 2)).sum().backward()
+
+    with mistake_of_ranks("SyncBatchNorm in DDP"):
+        DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)))
+
+    with mistake_of_ranks("SyncBatchNorm"):
+        nn.SyncBatchNorm(2)(torch.ones(4, 2))
+
+    with mistake_of_ranks("local over global"):
+        images, correct = 100, torch.tensor(45)  # 50 images on each rank
+        sys.stderr.write(f"accuracy of rank {rank}: {correct / images:.0%}\n")
+        dist.all_reduce(correct)
+        sys.stderr.write(f"accuracy: {correct / images:.0%}\n")
+
+    dist.barrier()
+    with mistake("a rank dies"):
+        if rank == 1:
+            os._exit(0)
+        time.sleep(1)
+        dist.all_reduce(torch.ones(1))
+    os._exit(0)  # there is nobody to say goodbye to
+
+
+# torchrun, in one process that imports torch once
+
+SCRIPTS = {
+    "fail.py": "raise OSError('disk full')\n",
+    "killed.py": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
+    "arguments.py": "import argparse\nargparse.ArgumentParser().parse_args()\n",
+    "work.py": "print('work')\n",
+    "recorded.py": """\
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    raise OSError("disk full")
+
+main()
+""",
+}
+
+
+def launchers():
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in SCRIPTS.items():
+            Path(folder, name).write_text(text)
+
+        def torchrun(name, script, *flags, main=run.main):
+            with mistake(name):
+                record(main)(["--nnodes=1", *flags, os.path.join(folder, script)])
+
+        one = "--nproc-per-node=1"
+        torchrun("failed", "fail.py", one)
+        torchrun("failed and recorded", "recorded.py", one)
+        torchrun("killed", "killed.py", one)
+        torchrun("two processes", "work.py", "--nproc-per-node=2")
+        torchrun("no GPU to count", "work.py", "--nproc-per-node=gpu")
+        torchrun("torch.distributed.launch", "arguments.py", one, main=launch.main)
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meet = [one, "--rdzv-backend=c10d", "--rdzv-id=RUN42", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
+        settings = "--rdzv-conf=is_host=0,last_call_timeout=1"
+        torchrun("a job that ends", "work.py", *meet, settings)
+        torchrun("the same job again", "work.py", *meet, settings)
+
+        nobody = [one, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:1"]
+        torchrun("nobody keeps the store", "work.py", *nobody, "--rdzv-conf=is_host=0,read_timeout=1")
+
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.cuda.init()
+    with mistake("CUDA in a forked process"):
+        torch.multiprocessing.start_processes(init_cuda, nprocs=1, start_method="fork")
+
+
+def init_cuda(_):
+    torch.cuda.init()
+
+
+# Two hosts
+
+
+def join(host, rank):
+    with mistake("joining"):
+        url = f"tcp://{host}:29500"
+        dist.init_process_group("gloo", init_method=url, rank=int(rank), world_size=2, timeout=SHORT)
+
+
+# A small /dev/shm
+
+
+class Images(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.zeros(3, 224, 224)
+
+
+class MappedImages(Images):
+    def __getitem__(self, index):
+        memory = shared_memory.SharedMemory("provoked", create=True, size=2**24)  # it is the writing that fails
+        memory.buf[:] = bytes(2**24)
+        return 1
+
+
+def small_shared_memory():
+    with mistake("memory that is there on paper"):
+        list(DataLoader(MappedImages(), batch_size=4, num_workers=1))
+    os.remove("/dev/shm/provoked")
+    with mistake("memory that is not there"):
+        list(DataLoader(Images(), batch_size=4, num_workers=1))
+
+
+if __name__ == "__main__":
+    modes = {"launchers": launchers, "shared-memory": small_shared_memory, "join": join}
+    modes[sys.argv[1]](*sys.argv[2:]) if sys.argv[1:] else two_ranks()

@@ -1,0 +1,500 @@
+"""The errors that docs/troubleshooting.md quotes are those that are printed today: most are provoked here.
+
+A block of an entry is what a user would find in a terminal; … in it stands for anything.
+"""
+
+import argparse
+import contextlib
+import functools
+import logging
+import mmap
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, need, slurm_step, start
+from test_distributed import environment, gpus, meet, quick, torchrun  # noqa: F401, some are fixtures
+from torch import nn
+from torch.utils.data import DistributedSampler
+from torchvision.transforms import v2
+
+from common.distributed import find_launcher, free_port, rendezvous, setup_device, setup_distributed, spawn_url
+from common.elastic import check_restarts
+from tools import hosts as hosts_module
+
+PAGE = ROOT / "docs/troubleshooting.md"
+CASES = range(1, 34)  # those that users report, in the order of how much they bite; there may be more entries
+SHORT = timedelta(seconds=1)
+NOT_HERE = "Not provoked here:"
+
+
+def read_entries(text):
+    """{number: entry}, each with its title, its text, and its quotes: those that must be provoked, and the others."""
+    parts = re.split(r"^### (\d+)\. (.*)\n", text, flags=re.M)
+    entries = {}
+    for number, title, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        body = body.split("\n## ")[0]
+        quotes = re.findall(r"^```text\n(.*?)^```\n(?=\s*(\S[^\n]*))", body, re.M | re.S)
+        assert int(number) not in entries, f"entry {number} is there twice"
+        entries[int(number)] = SimpleNamespace(
+            title=title,
+            body=body,
+            provoked=[quote for quote, after in quotes if not after.startswith(NOT_HERE)],
+            others=[(quote, after) for quote, after in quotes if after.startswith(NOT_HERE)],
+        )
+    return entries
+
+
+ENTRIES = read_entries(PAGE.read_text()) if PAGE.exists() else {}
+
+
+def pattern(quote):
+    """A quote as a regular expression for text on one line; … stands for at most a thousand characters."""
+    return re.compile(re.escape(one_line(quote)).replace("…", ".{0,1000}?").replace(r"\ ", " "))
+
+
+def one_line(text):
+    return " ".join(text.replace("\0", "").split())
+
+
+def missing_quotes(entry, printed):
+    return [quote for quote in entry.provoked if not pattern(quote).search(one_line(printed))]
+
+
+PROVOKED = {}  # entry: the tests that provoke it
+
+
+def version(text):
+    return tuple(map(int, re.search(r"\d+\.\d+", text)[0].split(".")))
+
+
+def provokes(*numbers):
+    """A decorator for a test that returns what was printed: all that these entries quote must be in it."""
+
+    def decorate(test):
+        for number in numbers:
+            PROVOKED.setdefault(number, []).append(test.__name__)
+
+        @functools.wraps(test)
+        def compare(*args, **kwargs):
+            printed = test(*args, **kwargs)
+            if version(torch.__version__) < version(PAGE.read_text()):
+                pytest.skip("the page quotes a newer PyTorch")  # one that is newer than the page must be compared
+            for number in numbers:
+                entry = ENTRIES[number]
+                assert entry.provoked, f"entry {number} quotes nothing that could be provoked"
+                assert missing_quotes(entry, printed) == [], printed
+
+        return compare
+
+    return decorate
+
+
+def raised(*functions):
+    """What Python prints of the exceptions of these functions."""
+    text = ""
+    for function in functions:
+        with pytest.raises(BaseException) as caught:
+            function()
+        text += "".join(traceback.format_exception(caught.value))
+    return text
+
+
+# The page
+
+
+def test_every_case_has_an_entry_that_is_provoked_or_says_why_not():
+    assert set(CASES) <= set(ENTRIES)
+    for number, entry in ENTRIES.items():
+        assert bool(entry.provoked) == (number in PROVOKED), f"entry {number}"
+        says_why_not = NOT_HERE in entry.body
+        names_a_test = re.search(r"`test_\w+`", entry.body)
+        assert entry.provoked or says_why_not or names_a_test, f"entry {number}"
+        assert "In this project: " in one_line(entry.body), f"entry {number}"
+
+
+def test_every_test_that_an_entry_names_exists_and_every_provoked_entry_names_its_own():
+    exist = set(re.findall(r"^def (test_\w+)", "".join(p.read_text() for p in ROOT.glob("tests/test_*.py")), re.M))
+    for number, entry in ENTRIES.items():
+        named = set(re.findall(r"`(test_\w+)`", entry.body))
+        assert named <= exist, f"entry {number}"
+        assert set(PROVOKED.get(number, [])) <= named, f"entry {number}"
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_within_the_page_and_to_a_file_leads_somewhere():
+    for target in re.findall(r"\]\(([^)\s]+)\)", one_line(PAGE.read_text())):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        assert (PAGE.parent / file).exists(), target
+        assert not anchor or file or anchor in anchors(PAGE), target
+
+
+def test_the_index_leads_to_every_entry():
+    index = PAGE.read_text().partition("## Find it by what you see")[2].partition("\n## ")[0]
+    assert {int(n) for n in re.findall(r"\| \[(\d+)\]\(#\1-", index)} == set(ENTRIES)
+
+
+def test_a_text_that_needs_a_gpu_is_one_of_the_installed_libraries():
+    """Its fixed parts, at least, as they stand in the code."""
+    site = Path(torch.__file__).parent
+    files = [*site.glob("lib/libtorch_cuda.so"), *site.parent.glob("nvidia/nccl/lib/libnccl.so.2"),
+             *site.parent.glob("nvidia/*/lib/libcudart.so.*")]  # fmt: skip
+    if len(files) < 3:
+        pytest.skip("this PyTorch was built without CUDA")
+    parts = set()
+    for entry in ENTRIES.values():
+        for quote, after in entry.others:
+            if "needs a GPU" in after:
+                parts |= {part.strip().encode() for part in re.split("[…(),:]", one_line(quote)) if len(part) > 4}
+    assert len(parts) > 8
+    for file in files:
+        with file.open("rb") as code, mmap.mmap(code.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            parts -= {part for part in parts if content.find(part) >= 0}
+    assert parts == set()
+
+
+def test_a_quote_that_is_not_printed_would_be_noticed():
+    for number, right, wrong in (7, "address for: eth9", "address of: eth9"), (20, "prior iteration", "last iteration"):
+        entry = read_entries(PAGE.read_text().replace(right, wrong))[number]
+        printed = "\n".join(ENTRIES[number].provoked)
+        assert missing_quotes(ENTRIES[number], printed) == []
+        assert len(missing_quotes(entry, printed)) == 1
+
+
+# What takes several processes: tests/provoke.py makes all mistakes of a kind in one run
+
+
+def sections(text):
+    """What was printed of each mistake, by its name."""
+    parts = re.split(r"^== (.*)\n", text, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def provoked(tmp_path_factory):
+    """What two ranks print, and what torchrun prints: {name of a mistake: text}."""
+    folder = tmp_path_factory.mktemp("provoked")
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
+    options = {"cwd": ROOT, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    two = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--log-dir={folder}", "--redirects=3"]
+    ranks = subprocess.Popen([sys.executable, *two, "tests/provoke.py"], start_new_session=True, **options)
+    other = subprocess.Popen([sys.executable, "tests/provoke.py", "launchers"], start_new_session=True, **options)
+    try:
+        said, printed = ranks.communicate(timeout=150)[0], other.communicate(timeout=150)[0]
+    finally:
+        for process in (ranks, other):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert ranks.returncode == 0, said
+    texts = sections(printed)
+    for log in sorted(folder.glob("*/attempt_0/*/stderr.log")):
+        for name, text in sections(log.read_text()).items():
+            texts[name] = texts.get(name, "") + text
+    return texts
+
+
+@provokes(1)
+def test_a_rank_that_does_not_come_is_reported_by_those_that_wait(provoked):
+    return provoked["a rank does not come"]
+
+
+@provokes(2)
+def test_collectives_that_differ_are_told_apart_by_the_debug_level(provoked):
+    return provoked["rank 0 alone evaluates"]
+
+
+@provokes(5, 8, 19, 23, 36)
+def test_torchrun_says_what_is_wrong_with_a_job(provoked):
+    assert provoked["a job that ends"] == "work\n"
+    names = ["failed", "failed and recorded", "killed", "two processes", "torch.distributed.launch"]
+    return "\n".join(provoked[name] for name in [*names, "the same job again", "nobody keeps the store"])
+
+
+def test_a_local_count_over_the_global_size_is_half_the_accuracy_on_two_ranks(provoked):
+    text = provoked["local over global"]
+    assert text.count("accuracy of rank") == 2 and text.count(": 45%") == 2 and text.count("accuracy: 90%") == 2
+
+
+@provokes(17)
+def test_a_rank_that_dies_is_noticed_by_the_others(provoked):
+    return provoked["a rank dies"]
+
+
+@provokes(20)
+def test_a_parameter_without_a_gradient_stops_ddp(provoked):
+    return provoked["no gradient"]
+
+
+@provokes(21)
+def test_uneven_batches_end_in_a_timeout(provoked):
+    return provoked["uneven batches"]
+
+
+@provokes(22)
+def test_torchs_synchronised_batch_norm_refuses_cpus(provoked):
+    return provoked["SyncBatchNorm in DDP"] + provoked["SyncBatchNorm"]
+
+
+@provokes(34)
+def test_a_monitored_barrier_names_the_rank_that_does_not_come(provoked):
+    return provoked["monitored barrier"]
+
+
+@provokes(40)
+def test_nccl_without_a_gpu_is_refused(provoked, environment):  # noqa: F811
+    need_no_gpu()
+    plain = functools.partial(dist.init_process_group, "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    return provoked["no GPU to count"] + raised(plain, lambda: setup_distributed(backend="nccl"))
+
+
+def need_no_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+
+
+# What has to be a process of its own
+
+
+@provokes(7)
+def test_a_host_whose_name_is_loopback_is_not_reached(monkeypatch):
+    need(hosts_module.missing())
+    with hosts_module.Hosts() as two:
+        # As Debian writes it for the machine's own name; each of the two takes it for itself.
+        Path(two.folder.name, "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 host1 host2\n")
+        command = ["python", "tests/provoke.py", "join", two.addresses[0]]
+        variables = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+        ranks = [two.popen(k, *command, k, variables=variables, stderr=subprocess.STDOUT) for k in (0, 1)]
+        deadline = time.monotonic() + 90
+        while all(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        two.kill(0)  # one of them has been refused, and ended; the other waits longer
+        two.kill(1)
+        printed = [rank.communicate(timeout=30)[0] for rank in ranks]
+    return "".join(printed) + missing_interface(monkeypatch)
+
+
+def missing_interface(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    return raised(lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1))
+
+
+def test_an_interface_that_is_not_there_is_named(monkeypatch):
+    assert "Unable to find address for: eth9" in missing_interface(monkeypatch)
+
+
+@provokes(25)
+def test_a_small_shared_memory_kills_loader_workers():
+    need(hosts_module.missing())
+    small = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, "tests/provoke.py", "shared-memory"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
+    return done.stderr
+
+
+@provokes(29)
+def test_ctrl_c_ends_torchrun_with_a_traceback_of_its_own(tmp_path):
+    (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    process = start("-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1", tmp_path / "train.py")
+    assert process.stdout.readline() == "here\n"
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    return err
+
+
+def without_a_main_guard(folder):
+    text = "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()\n"
+    (folder / "train.py").write_text(text)
+    return subprocess.run([sys.executable, folder / "train.py"], capture_output=True, text=True, timeout=60).stderr
+
+
+def spawn_a_local_function():
+    def train(rank):
+        pass
+
+    torch.multiprocessing.spawn(train, nprocs=1)
+
+
+@provokes(30)
+def test_what_cannot_be_spawned_or_forked_says_so(provoked, tmp_path):
+    return raised(spawn_a_local_function) + provoked["CUDA in a forked process"] + without_a_main_guard(tmp_path)
+
+
+# What this process can do alone
+
+
+@provokes(3)
+def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment):  # noqa: F811
+    environment(SLURM_STEP_NUM_TASKS=2)
+    return raised(lambda: spawn_url(None))
+
+
+@provokes(4)
+def test_a_world_larger_than_its_processes_ends_in_a_timeout(quick):  # noqa: F811
+    def join(function):
+        return lambda: function(f"tcp://127.0.0.1:{free_port()}")
+
+    def plain(url):
+        dist.init_process_group("gloo", init_method=url, rank=0, world_size=2, timeout=SHORT)
+
+    return raised(join(plain), join(lambda url: rendezvous(url, 0, 2, SHORT)))
+
+
+@provokes(44)
+def test_two_torchruns_on_a_machine_are_refused(environment):  # noqa: F811
+    environment(**torchrun(), **slurm_step(tasks=4) | {"SLURM_STEP_NUM_NODES": 2})
+    return raised(find_launcher)
+
+
+@provokes(45)
+def test_a_rank_that_is_there_twice_is_named_with_the_way_out():
+    return "\n".join(f"LaunchError: {result}" for result in meet(3, [0, 1, 1]))
+
+
+@provokes(6)
+def test_a_port_that_is_taken_is_an_error_of_torch_and_a_hint_of_ours():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    url = f"tcp://127.0.0.1:{store.port}"
+    plain = functools.partial(dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT)
+    return raised(plain, lambda: rendezvous(url, 0, 2, SHORT))
+
+
+@provokes(9)
+def test_more_processes_than_gpus_are_refused_by_name(environment, gpus, monkeypatch):  # noqa: F811
+    environment(TORCHELASTIC_USE_AGENT_STORE="True")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus(1)
+    return raised(lambda: setup_device(1, 2))
+
+
+@provokes(15)
+def test_a_checkpoint_of_a_gpu_is_loaded_where_it_was_unless_told_otherwise(tmp_path, monkeypatch):
+    need_no_gpu()
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
+    assert torch.load(tmp_path / "weights.pt", map_location="cpu")["weight"].device == torch.device("cpu")
+    return raised(lambda: torch.load(tmp_path / "weights.pt"))
+
+
+@provokes(16)
+def test_restarts_without_resume_are_refused(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    return raised(lambda: check_restarts(None, resume=False))
+
+
+@provokes(35)
+def test_restarts_that_share_a_store_are_warned_of(monkeypatch, caplog):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with caplog.at_level(logging.WARNING):
+        check_restarts(SimpleNamespace(is_main=True), resume=True)
+    return caplog.text
+
+
+def load_more_than_plain_types(folder):
+    torch.save({"args": argparse.Namespace(lr=0.1)}, folder / "checkpoint.pt")
+    torch.load(folder / "checkpoint.pt")
+
+
+def load_a_wrappers_weights():
+    nn.Linear(1, 1).load_state_dict(nn.DataParallel(nn.Linear(1, 1)).state_dict())
+
+
+@provokes(27)
+def test_a_checkpoint_of_more_than_plain_types_is_refused(tmp_path):
+    return raised(lambda: load_more_than_plain_types(tmp_path), load_a_wrappers_weights)
+
+
+def test_a_wrapper_prefixes_the_names_of_weights():
+    state = nn.DataParallel(nn.Linear(1, 1)).state_dict()
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+    nn.Linear(1, 1).load_state_dict(state)
+    assert "module.weight" in raised(load_a_wrappers_weights)
+
+
+@provokes(28)
+def test_half_a_checkpoint_is_no_zip_archive(tmp_path):
+    whole, half = tmp_path / "whole.pt", tmp_path / "half.pt"
+    torch.save(nn.Linear(300, 300).state_dict(), whole)
+    half.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    return raised(lambda: torch.load(half))
+
+
+@provokes(31)
+def test_variables_that_count_machines_are_no_ranks(environment, gpus):  # noqa: F811
+    environment(RANK=0, WORLD_SIZE=2, MASTER_ADDR="job-0", MASTER_PORT=23456)
+    gpus(8)
+    return raised(lambda: int(os.environ["LOCAL_RANK"]), setup_distributed)
+
+
+@provokes(39)
+def test_a_script_for_torchrun_says_so_under_plain_python(environment, monkeypatch, capfd):  # noqa: F811
+    environment()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["03_mnmc_ddp_launch.py"])
+    text = raised(
+        lambda: dist.init_process_group("gloo"),
+        lambda: runpy.run_path("03_mnmc_ddp_launch.py", run_name="__main__"),
+    )
+    return text + capfd.readouterr().err
+
+
+@provokes(41)
+def test_a_device_id_needs_an_index():
+    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    return raised(lambda: dist.init_process_group("gloo", **options, device_id=torch.device("cpu")))
+
+
+@provokes(42)
+def test_a_name_that_does_not_resolve_is_named(quick):  # noqa: F811
+    url = "tcp://no-such-host.invalid:29500"
+    plain = functools.partial(dist.init_process_group, "gloo", init_method=url, rank=1, world_size=2, timeout=SHORT)
+    return raised(plain, lambda: rendezvous(url, 1, 2, SHORT))
+
+
+# What is no error, and wrong all the same
+
+
+def test_distributed_sampler_repeats_images_and_the_range_of_03_does_not():
+    images, ranks = range(1003), 64
+    padded = [i for rank in range(ranks) for i in DistributedSampler(images, ranks, rank, shuffle=False)]
+    assert len(padded) == 1024 and len(set(padded)) == 1003
+    assert sorted(i for rank in range(ranks) for i in range(rank, len(images), ranks)) == list(images)
+
+
+def test_without_set_epoch_every_epoch_has_the_same_order():
+    sampler = DistributedSampler(range(100), num_replicas=2, rank=0)
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
+def test_one_seed_gives_every_rank_the_same_crops():
+    def crop(seed):
+        torch.manual_seed(seed)
+        return v2.RandomCrop(16)(torch.arange(64 * 64).reshape(1, 64, 64))
+
+    assert crop(0).equal(crop(0))  # as two ranks would do it
+    assert not crop(2**16).equal(crop(2**16 + 1))  # the seeds of ranks 0 and 1 in 03
