@@ -20,7 +20,7 @@ demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: about two minutes on t
 	@echo "                                                the same with two processes, one for each GPU or core"
 	@echo "      $(RUN) 01_snsc.py                    all 50000 shapes, 5 epochs"
 	@echo "      $(RUN) 01_snsc.py --help             other datasets, networks, mixed precision"
-	@echo "      diff 01_snsc.py 02_snmc_dp.py             what a step of the ladder changes"
+	@echo "      docs/01_snsc.md                           what this was, and how to go on"
 
 test: $(VENV)/ready-dev  ## run the tests
 	$(RUN) -m pytest
