@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ def test_a_stale_page_is_named(tmp_path, monkeypatch, capsys):
     assert "old" in page.read_text()
     monkeypatch.setattr("sys.argv", ["book.py"])
     book.main(book.parse_args())
-    assert "+@@" not in page.read_text() and "```diff\n@@" in page.read_text()
+    assert "old" not in page.read_text() and "```diff\n@@" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -366,7 +367,7 @@ def scaled(text, folder):
     text = re.sub(r"\bcheckpoints/", f"{folder}/checkpoints/", text)
     script = re.search(r"\b0(\d)_\w+\.(py|sh)", text)
     if script and script[1] == "6":
-        text += f" {shlex.join(SHORT_06)} {folder}/checkpoints/06"
+        text += f" {shlex.join(SHORT_06)} {folder}/checkpoints/{zlib.crc32(text.encode())}"  # each its own
     elif script:
         text += f" {shlex.join(SHORT)} {folder}"
     return text
