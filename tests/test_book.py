@@ -376,7 +376,7 @@ def scaled(text, folder):
 def forms(output):
     """The lines of an output that report, with # for each number: what stays the same in a run of another size."""
     lines = [line for line in output.splitlines() if re.search(r"== |^done|global batch|error: ", line)]
-    return {re.sub(r"[\d.,]+%?", "#", re.sub(r"\[ +", "[", line)) for line in lines}
+    return {re.sub(r"[\d.,]+%?", "#", " ".join(line.split())).replace("[ ", "[") for line in lines}
 
 
 def recorded(text):
