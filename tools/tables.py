@@ -40,7 +40,7 @@ def table(head, rows):
 
 def ladder():
     """The scripts, what each adds, how many lines of its parent it changes, and what that gave here."""
-    results, machine = measured()
+    results, machine, repeats = measured()
     rows = []
     for script, adds, command in LADDER:
         size = f"{len((ROOT / script).read_text().splitlines())} lines"
@@ -50,11 +50,11 @@ def ladder():
         chapter = f"[chapter](docs/{script[:-3]}.md)"
         rows.append((f"[`{script}`]({script})", adds, f"`{command}`", size, results[script], chapter))
     head = ("script", "adds", "started with", "size", "measured", "read")
-    return f"{table(head, rows)}\n\nMeasured on {machine}: median of 3 runs."
+    return f"{table(head, rows)}\n\nMeasured on {machine}: median of {repeats} runs."
 
 
 def measured():
-    """({script: what it gave}, machine): speed on two cores against one process on one, and what 06 costs."""
+    """({script: speed on two cores against one process on one, or what 06 costs}, machine, runs of each)."""
     machine, runs = next(iter(group([r | {"on": hardware(r)} for r in records("speed")], "on").items()))
     whole = [r for r in runs if r["batch_size"] == 128]
     base = {r["seed"]: r["images_per_second"] for r in whole if r["script"] == "01_snsc.py" and r["cpu_threads"] == 1}
@@ -67,7 +67,7 @@ def measured():
     bare, dummy = ([r["images_per_second"] for r in select(costs, run=run)] for run in ("bare", "dummy"))
     ratio = median(ours / limit for ours, limit in zip(dummy, bare, strict=True))
     results["06_imagenet.py"] = f"{ratio:.2f} x the speed of the bare step"
-    return results, machine
+    return results, machine, len(base)
 
 
 def by_hardware(lines, render):
