@@ -16,7 +16,7 @@ Under any launcher that setup_distributed knows, here with up to 3 restarts afte
 Files to edit and start, for machines with and without Slurm: launch/.
 """
 
-from common.stop import end_with_torchrun, stop  # isort: skip, before torch: a signal must not kill while that loads
+from imagenet.signals import end_with_torchrun, stop  # isort: skip, before torch: a signal must not kill while that loads
 
 import contextlib
 import datetime
@@ -30,14 +30,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from common.checkpoint import BEST, Checkpoints, Every, load_weights
 from common.distributed import LaunchError, cleaned_up, setup_distributed, sum_over_ranks
-from common.elastic import GlobalBatches, Votes, check_restarts, leave
 from common.errors import UserError, one_line_errors
 from common.flags import AMP_DTYPES, BareParser, number, whole_number
-from common.imagenet import Damage, build_datasets, build_loader, build_normalize, on_device
 from common.models import build_model, convert_sync_batchnorm
-from common.progress import Progress
+from imagenet.checkpoint import BEST, Checkpoints, Every, load_weights
+from imagenet.data import Damage, build_datasets, build_loader, build_normalize, on_device
+from imagenet.elastic import GlobalBatches, Votes, check_restarts, leave
+from imagenet.progress import Progress
 
 
 def parse_args():

@@ -149,5 +149,5 @@ def fingerprint(name):
 
     sources = [ROOT / f"notebooks/{name}.ipynb", Path(__file__), ROOT / "results/published.json"]
     sources.append(records.RESULTS / name / f"{MACHINE}.jsonl")
-    sources += [ROOT / "tools/step_model.py"] if name == "scaling" else []
+    sources += [ROOT / "tools/book/step_model.py"] if name == "scaling" else []
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]

@@ -1,5 +1,6 @@
 """What the tests share: running a script, in this process or in its own, and small datasets on disk."""
 
+import argparse
 import contextlib
 import os
 import runpy
@@ -17,8 +18,8 @@ from PIL import Image
 
 from common.distributed import free_port
 from common.flags import Parser
-from tools import hosts as hosts_module
-from tools import slurm_cluster as slurm_cluster_module
+from tools.lab import hosts as hosts_module
+from tools.lab import slurm_cluster as slurm_cluster_module
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["01_snsc.py", "02_snmc_dp.py", "03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py", "05_mnmc_ddp_slurm.py"]
@@ -123,6 +124,26 @@ def leave_nothing_running():
     while STARTED:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(STARTED.pop().pid, signal.SIGKILL)
+
+
+class Parsed(SystemExit):
+    """Ends a script that has parsed its flags."""
+
+
+def parse(monkeypatch, script, *given):
+    """The flags of a script, as it parses them when it is run; fails if it refuses them."""
+    original = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser, *args, **kwargs):
+        raise Parsed(original(parser, *args, **kwargs))
+
+    with monkeypatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "argv", [script, *map(str, given)])
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+        with pytest.raises(Parsed) as end:
+            runpy.run_path(script, run_name="__main__")
+    return end.value.code
 
 
 def flags(*given):

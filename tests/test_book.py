@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
-from conftest import ALL_SCRIPTS, ROOT, need, write_images
+from conftest import ALL_SCRIPTS, ROOT, need, parse, write_images
 from ranks import Ranks
 from torch.distributed.run import get_args_parser
 
-from tools import book
+from tools.book import book
 
 PAGES = book.pages()
 FENCE = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -35,7 +35,7 @@ class Command(NamedTuple):
 
 
 def fences(page, language):
-    """The fenced blocks of a page in a language, as matches; what tools/book.py has filled in is left out."""
+    """The fenced blocks of a page in a language, as matches; what tools/book/book.py has filled in is left out."""
     text = book.BLOCK.sub("", page.read_text())
     return [found for found in FENCE.finditer(text) if found["language"] == language]
 
@@ -75,7 +75,7 @@ def test_no_block_of_commands_is_overlooked():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_shows_of_code_and_results_is_fresh(page):
-    assert book.render(page.read_text()) == page.read_text(), "stale: python tools/book.py"
+    assert book.render(page.read_text()) == page.read_text(), "stale: python tools/book/book.py"
 
 
 def test_a_stale_page_is_named(tmp_path, monkeypatch, capsys):
@@ -85,7 +85,7 @@ def test_a_stale_page_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(book, "ROOT", tmp_path)
     monkeypatch.setattr(book, "script", lambda number: "05_mnmc_ddp_slurm.py")
     monkeypatch.setattr("sys.argv", ["book.py", "--check"])
-    with pytest.raises(SystemExit, match=r"page\.md is stale: python tools/book\.py"):
+    with pytest.raises(SystemExit, match=r"page\.md is stale: python tools/book/book\.py"):
         book.main(book.parse_args())
     assert "old" in page.read_text()
     monkeypatch.setattr("sys.argv", ["book.py"])
@@ -101,7 +101,7 @@ def test_a_stale_page_is_named(tmp_path, monkeypatch, capsys):
         ("code: common/models.py Nothing", "common/models.py has no function or class Nothing"),
         (
             "output: python nothing.py",
-            "the output of `python nothing.py` is not recorded: python tools/book.py --record",
+            "the output of `python nothing.py` is not recorded: python tools/book/book.py --record",
         ),
     ],
 )
@@ -238,9 +238,7 @@ def check_python(arguments, monkeypatch):
     if file == "tools/steps.py":
         assert not given or given[0] in ("02", "03", "04", "05", "06")
         return
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("sys.argv", [file, *given])
-    runpy.run_path(str(ROOT / file))["parse_args"]()
+    parse(monkeypatch, file, *given)
 
 
 def check(text, monkeypatch, slurm_help):
@@ -331,7 +329,7 @@ def test_every_sbatch_that_is_shown_would_be_queued(slurm):
 SHORT = ["--epochs=1", "--batch-size=8", "--arch=small_net", "--dataset=folder", "--data-dir"]
 SHORT_06 = ["--epochs=1", "--batch-size=16", "--arch=mnist_net", "--image-size=32", "--dummy=64", "--checkpoints-path"]
 ELSEWHERE = {  # what other tests run, in sizes of their own
-    "tools/bench.py": "test_the_ddp_benchmark_tells_efficiency_communication_and_launches",
+    **{f"tools/bench/{name}.py": f"test_the_{name}_benchmark" for name in ("input", "ddp", "train", "scaling")},
     "tools/experiments.py": "test_experiments.py",
     "launch/preflight.py": "test_preflight.py",
 }

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from conftest import need
 from ranks import context
 
-from common import checkpoint
-from common.checkpoint import BEST, Checkpoints, Damaged, Every, decode, load_weights, read_file, write_file
 from common.distributed import cleanup
 from common.errors import UserError
+from imagenet import checkpoint
+from imagenet.checkpoint import BEST, Checkpoints, Damaged, Every, decode, load_weights, read_file, write_file
 
 
 @pytest.fixture

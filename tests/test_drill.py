@@ -1,4 +1,4 @@
-"""06 on three hosts of which something fails, and its launch files without Slurm: the parts of tools/drill.py."""
+"""06 on three hosts of which something fails, and its launch files without Slurm: the parts of tools/lab/drill.py."""
 
 import math
 import os
@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, need
 from test_launch import finished
 
-from tools import drill, hosts
+from tools.lab import drill, hosts
 
 SMALL = ["--dummy", 200, "--image-size", 16, "--arch", "mnist_net", "--batch-size", 20, "--epochs", 1]
 SMALL = list(map(str, [*SMALL, "--eval-every", 0, "--print-every", 1]))  # ten steps

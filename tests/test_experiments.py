@@ -3,14 +3,13 @@
 import argparse
 import json
 import re
-import runpy
 import shlex
 import signal
 import sys
 
 import psutil
 import pytest
-from conftest import ROOT, start, write_images
+from conftest import ROOT, parse, start, write_images
 
 from common.errors import UserError
 from tools import experiments, records
@@ -46,14 +45,10 @@ def counts(found):
 
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)
 def test_every_command_is_one_that_its_script_takes(name, monkeypatch):
-    parsers = {}
     for command in commands(name, LAPTOP):
         words = shlex.split(command)
         k = next(k for k, word in enumerate(words) if word.endswith(".py"))
-        if words[k] not in parsers:
-            parsers[words[k]] = runpy.run_path(str(ROOT / words[k]), run_name="read")["parse_args"]
-        monkeypatch.setattr(sys, "argv", words[k:])
-        args = parsers[words[k]]()
+        args = parse(monkeypatch, *words[k:])
         assert args.seed in range(5) and args.log_file is None
 
 

@@ -18,12 +18,12 @@ import torchvision
 from conftest import ROOT, needs_gpu, write_images
 from ranks import Ranks, told
 
-from common.checkpoint import decode, load_weights, read_file
-from common.elastic import GlobalBatches
 from common.flags import can_compile
-from common.imagenet import Images, build_normalize
 from common.models import build_model
-from common.stop import AGAIN
+from imagenet.checkpoint import decode, load_weights, read_file
+from imagenet.data import Images, build_normalize
+from imagenet.elastic import GlobalBatches
+from imagenet.signals import AGAIN
 
 before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGUSR1)}
 script = SimpleNamespace(**runpy.run_path(str(ROOT / "06_imagenet.py"), run_name="script"))
@@ -112,7 +112,7 @@ def signalled(ranks, name, rank):
 
 def be_quick_to_leave(rank):
     """Do not wait long for a torchrun that there is not."""
-    from common import elastic
+    from imagenet import elastic
 
     elastic.OWN_SIGNAL = 0.2
 
@@ -131,7 +131,7 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_leave(train, one_
 
 
 def send_a_signal_in_the_test(rank):
-    from common import elastic
+    from imagenet import elastic
 
     be_quick_to_leave(rank)
 
@@ -278,7 +278,7 @@ def test_machines_with_a_shared_folder_write_each_checkpoint_once(train, one_eac
 
 
 def count_writes(rank):
-    from common import checkpoint
+    from imagenet import checkpoint
 
     def write(path, state, original=checkpoint.write_file):
         print("writing", path, flush=True)

@@ -54,7 +54,7 @@ def unwrapped(folder):
 
 
 def look_in(rank):
-    runpy.run_path(str(ROOT / "tests/probe/sitecustomize.py"))
+    runpy.run_path(str(ROOT / "tests/helpers/probe/sitecustomize.py"))
 
 
 # Where who starts the processes is not the matter, they are forked: that spares the seconds of each import of torch.
@@ -83,7 +83,11 @@ def train(folder, tmp_path_factory, request):
             assert set(ranks.wait(300)) == {0}, ranks.output()
             printed = ranks.output()
         else:
-            env = {**env, **{k: str(v) for k, v in probe.items()}, "PYTHONPATH": f"{ROOT / 'tests/probe'}:{ROOT}"}
+            env = {
+                **env,
+                **{k: str(v) for k, v in probe.items()},
+                "PYTHONPATH": f"{ROOT / 'tests/helpers/probe'}:{ROOT}",
+            }
             line = [*map(str, command(launcher, world_size, folder)), *map(str, given)]
             end = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
             assert end.returncode == 0, end.stderr

@@ -20,7 +20,7 @@ from conftest import QUICK, ROOT, STARTED, need
 from torch.distributed.run import config_from_args, get_args_parser
 
 from common.distributed import free_port
-from common.stop import AGAIN
+from imagenet.signals import AGAIN
 
 LAUNCH = ROOT / "launch"
 SHELL = sorted(str(path.relative_to(LAUNCH)) for path in LAUNCH.rglob("*") if path.suffix in (".sh", ".sbatch"))

@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 
 import charts
 
-from tools import experiments, records, step_model, tables
+from tools import experiments, records
+from tools.book import step_model, tables
 from tools.records import RecordError
 
 NOTEBOOKS = list(experiments.EXPERIMENTS)

@@ -8,8 +8,8 @@ from conftest import ROOT
 from PIL import Image
 from ranks import Ranks
 
-from tools import pictures
-from tools.step_model import Step, ring_seconds, step_seconds
+from tools.book import pictures
+from tools.book.step_model import Step, ring_seconds, step_seconds
 
 GLOO = """\
 import json
@@ -46,7 +46,7 @@ main()
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_is_drawn_by_the_code_as_it_is_now_and_shown_on_a_page(name):
     source = Image.open(ROOT / f"docs/figures/{name}.png").text["Source"]
-    assert source == pictures.fingerprint(), f"docs/figures/{name}.png is stale: python tools/pictures.py"
+    assert source == pictures.fingerprint(), f"docs/figures/{name}.png is stale: python tools/book/pictures.py"
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     assert re.search(rf"!\[[^\]]{{20,}}\]\(figures/{name}\.png\)", pages), (
         f"no page shows {name}.png with a description"

@@ -35,7 +35,7 @@ def on_two(hosts, *flags, variables=({}, {}), fake=None):
 
     Whatever is wrong must have been said within 30 seconds.
     """
-    script = "tests/faked_preflight.py" if fake else "launch/preflight.py"
+    script = "tests/helpers/faked_preflight.py" if fake else "launch/preflight.py"
     common = {"WORLD_SIZE": 2, "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": 29500, "FAKE": fake}
     common = {name: value for name, value in common.items() if value is not None}
     both = [
@@ -114,7 +114,7 @@ def test_without_rank_0_the_others_say_so_and_end(hosts):
 
 def srun(slurm, *options, fake=None, **variables):
     """Run it as two tasks on each of two nodes."""
-    script = "tests/faked_preflight.py" if fake else "launch/preflight.py"
+    script = "tests/helpers/faked_preflight.py" if fake else "launch/preflight.py"
     env = variables | ({"FAKE": fake} if fake else {})
     begin = time.monotonic()
     end = slurm.run(

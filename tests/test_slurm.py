@@ -8,7 +8,7 @@ import pytest
 from conftest import QUICK, ROOT, TRAIN, need
 from test_data import write_mnist
 
-from tools.slurm_cluster import wait_until
+from tools.lab.slurm_cluster import wait_until
 
 SBATCH = sorted(path.name for path in (ROOT / "launch/slurm").glob("*.sbatch"))
 

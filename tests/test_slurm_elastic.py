@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import ROOT
 
-from tools.slurm_cluster import wait_until
+from tools.lab.slurm_cluster import wait_until
 
 STEPS = 100  # an epoch
 FLAGS = "--dummy 800 --batch-size 8 --arch mnist_net --image-size 16 --eval-every 0 --print-every 10 --workers 0"

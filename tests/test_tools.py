@@ -10,8 +10,10 @@ import time
 import pytest
 from conftest import ROOT, start
 
-from tools import bench_ddp, drill, steps, tables
-from tools.records import records, select
+from tools import steps
+from tools.bench import ddp as bench_ddp
+from tools.lab import drill
+from tools.records import checkpoint_cost, records, select
 
 
 def make(*arguments, cwd=ROOT, env=None):
@@ -79,7 +81,7 @@ def test_a_python_without_venv_says_which_package_to_install(fresh):
 
 
 def bench(*given):
-    process = start("tools/bench.py", "input", "--arch", "mnist_net", "--batch-size", 2, "--repeats", 1, *given)
+    process = start("tools/bench/input.py", "--arch", "mnist_net", "--batch-size", 2, "--repeats", 1, *given)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return out
@@ -109,7 +111,7 @@ def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_
 
 def test_a_benchmark_of_too_few_steps_says_so(small_folder):
     given = ["--dataset", "folder", "--data-dir", small_folder, "--limit", 8, "--batch-size", 4, "--repeats", 1]
-    process = start("tools/bench.py", "input", "--arch", "mnist_net", *given)
+    process = start("tools/bench/input.py", "--arch", "mnist_net", *given)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "2 steps are too few to time, expected 10 or more: lower --batch-size" in err
@@ -118,7 +120,7 @@ def test_a_benchmark_of_too_few_steps_says_so(small_folder):
 def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path):
     log = tmp_path / "bench.jsonl"
     given = ["--arch", "mnist_net", "--batch-size", 2, "--repeats", 1, "--launches", 1, "--log-file", log]
-    process = start("tools/bench.py", "ddp", *given)
+    process = start("tools/bench/ddp.py", *given)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     *steps, launch = [json.loads(line) for line in log.read_text().splitlines()]
@@ -138,7 +140,7 @@ def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path)
 def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
     given = ["--arch", "mnist_net", "--image-size", 16, "--batch-size", 2, "--steps", 20, "--every", 5, "--repeats", 1]
-    process = start("tools/bench.py", "train", *given, "--data-dir", large_folder, "--log-file", log)
+    process = start("tools/bench/train.py", *given, "--data-dir", large_folder, "--log-file", log)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -146,14 +148,14 @@ def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_pa
     assert list(speeds) == ["bare", "dummy", "checkpoints", "files", "classic loader", "our loader"]
     for run in ("dummy", "checkpoints", "files"):
         assert re.search(rf"^{run} +{speeds[run]:.1f} \(.* MiB +{speeds[run] / speeds['bare']:.3f} \(", out, re.M)
-    cost = 100 * tables.checkpoint_cost(speeds["dummy"], speeds["checkpoints"], {"every": 5})
+    cost = 100 * checkpoint_cost(speeds["dummy"], speeds["checkpoints"], {"every": 5})
     assert f"a checkpoint every 100 steps costs {cost:.2f} (" in out
     assert f"ratio {speeds['our loader'] / speeds['classic loader']:.2f} (" in out
 
 
 def test_a_checkpoint_costs_what_it_adds_to_the_steps_between_two():
     # 10 images a step: 1 s without, 1.05 s with a checkpoint every 10 steps. So one takes 0.5 s, of 100 s.
-    assert tables.checkpoint_cost(10, 10 / 1.05, {"every": 10}) == pytest.approx(0.005)
+    assert checkpoint_cost(10, 10 / 1.05, {"every": 10}) == pytest.approx(0.005)
 
 
 # tools/steps.py

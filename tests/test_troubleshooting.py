@@ -30,8 +30,8 @@ from torch.utils.data import DistributedSampler
 from torchvision.transforms import v2
 
 from common.distributed import find_launcher, free_port, rendezvous, setup_device, setup_distributed, spawn_url
-from common.elastic import check_restarts
-from tools import hosts as hosts_module
+from imagenet.elastic import check_restarts
+from tools.lab import hosts as hosts_module
 
 PAGE = ROOT / "docs/troubleshooting.md"
 CASES = range(1, 34)  # those that users report, in the order of how much they bite; there may be more entries
@@ -180,7 +180,7 @@ def test_a_quote_that_is_not_printed_would_be_noticed():
         assert len(missing_quotes(entry, printed)) == 1
 
 
-# What takes several processes: tests/provoke.py makes all mistakes of a kind in one run
+# What takes several processes: tests/helpers/provoke.py makes all mistakes of a kind in one run
 
 
 def sections(text):
@@ -196,8 +196,10 @@ def provoked(tmp_path_factory):
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
     options = {"cwd": ROOT, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     two = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--log-dir={folder}", "--redirects=3"]
-    ranks = subprocess.Popen([sys.executable, *two, "tests/provoke.py"], start_new_session=True, **options)
-    other = subprocess.Popen([sys.executable, "tests/provoke.py", "launchers"], start_new_session=True, **options)
+    ranks = subprocess.Popen([sys.executable, *two, "tests/helpers/provoke.py"], start_new_session=True, **options)
+    other = subprocess.Popen(
+        [sys.executable, "tests/helpers/provoke.py", "launchers"], start_new_session=True, **options
+    )
     try:
         said, printed = ranks.communicate(timeout=150)[0], other.communicate(timeout=150)[0]
     finally:
@@ -280,7 +282,7 @@ def test_a_host_whose_name_is_loopback_is_not_reached(monkeypatch):
     with hosts_module.Hosts() as two:
         # As Debian writes it for the machine's own name; each of the two takes it for itself.
         Path(two.folder.name, "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 host1 host2\n")
-        command = ["python", "tests/provoke.py", "join", two.addresses[0]]
+        command = ["python", "tests/helpers/provoke.py", "join", two.addresses[0]]
         variables = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
         ranks = [two.popen(k, *command, k, variables=variables, stderr=subprocess.STDOUT) for k in (0, 1)]
         deadline = time.monotonic() + 90
@@ -305,7 +307,17 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch):
 def test_a_small_shared_memory_kills_loader_workers():
     need(hosts_module.missing())
     small = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
-    command = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, "tests/provoke.py", "shared-memory"]
+    command = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        small,
+        "sh",
+        sys.executable,
+        "tests/helpers/provoke.py",
+        "shared-memory",
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
     return done.stderr

@@ -34,7 +34,7 @@ from common.distributed import cpu_count
 from common.errors import UserError, one_line_errors
 from common.flags import whole_number
 from common.report import device_name
-from tools.measure import pick_device
+from tools.bench.measure import pick_device
 from tools.records import RESULTS, ROOT, RecordError, read
 
 STOP = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
@@ -121,7 +121,7 @@ def scaling(machine, args, repeat):
     """Seconds of all_reduce by size and number of processes, and of a training step and its parts."""
     flags = f"--batch-size 64{extra(args)} --seed {repeat}"
     return [
-        Run(f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench.py scaling {flags}", 5000 * n) for n in args.processes
+        Run(f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/scaling.py {flags}", 5000 * n) for n in args.processes
     ]
 
 

@@ -1,10 +1,10 @@
-"""The tables of the book, made from results/, so that no number is typed by hand: tools/book.py fills them in."""
+"""The tables of the book, made from results/, so that no number is typed by hand: tools/book/book.py fills them in."""
 
 import re
 from statistics import mean, median
 
 from tools import steps
-from tools.records import ROOT, group, hardware, published, records, select, spread
+from tools.records import ROOT, checkpoint_cost, group, hardware, published, records, select, spread
 
 LADDER = [
     ("01_snsc.py", "one device, plain PyTorch", "python 01_snsc.py"),
@@ -147,7 +147,7 @@ def first_runs():
 
 
 def input():
-    """What feeding the network costs: the loops of tools/bench.py input."""
+    """What feeding the network costs: the loops of tools/bench/input.py."""
 
     def block(runs):
         parts = []
@@ -179,7 +179,7 @@ def _input_row(loop, some, loops):
 
 
 def ddp():
-    """What DistributedDataParallel costs and gives: tools/bench.py ddp."""
+    """What DistributedDataParallel costs and gives: tools/bench/ddp.py."""
 
     def block(runs):
         by_name = {}
@@ -202,7 +202,7 @@ def ddp():
 
 
 def launch():
-    """Seconds from torchrun to the first step of 03, by number of processes: tools/bench.py ddp."""
+    """Seconds from torchrun to the first step of 03, by number of processes: tools/bench/ddp.py."""
 
     def block(runs):
         times = {}
@@ -242,7 +242,7 @@ def _command(r):
 
 
 def train():
-    """What 06 costs beside the bare step: tools/bench.py train."""
+    """What 06 costs beside the bare step: tools/bench/train.py."""
 
     def block(lines):
         parts = []
@@ -270,18 +270,9 @@ def train():
     return by_hardware(records("train"), block)
 
 
-def checkpoint_cost(without, saving, r):
-    """The share of time that a checkpoint every 100 steps takes: what one adds, over the time of 100 steps.
-
-    Args:
-        without, saving: images per second of runs without checkpoints, and with one every r["every"] steps.
-    """
-    return (without / saving - 1) * r["every"] / 100
-
-
 def drill():
-    """What happens to a training when something fails: the last run of each of tools/drill.py."""
-    from tools.drill import DRILLS
+    """What happens to a training when something fails: the last run of each of tools/lab/drill.py."""
+    from tools.lab.drill import DRILLS
 
     def block(lines):
         rows = []

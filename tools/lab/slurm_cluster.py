@@ -1,7 +1,7 @@
 """A real Slurm cluster of several nodes on this one machine, to try launch files and to test them.
 
-    sudo .venv/bin/python tools/slurm_cluster.py srun --nodes=2 hostname    a command on it
-    sudo .venv/bin/python tools/slurm_cluster.py bash                       a shell in which srun and sbatch work
+    sudo .venv/bin/python tools/lab/slurm_cluster.py srun --nodes=2 hostname    a command on it
+    sudo .venv/bin/python tools/lab/slurm_cluster.py bash                       a shell in which srun and sbatch work
 
 Each node is a slurmd in namespaces of its own for the host name and the mounts, so that its jobs see the node's name
 from `hostname` and every node's address in /etc/hosts, while the machine's own name and file stay as they are. The
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["slurmctld", "slurmd", "munged", "sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue", "unshare"]
 ENDED = ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"]
 

@@ -1,4 +1,4 @@
-"""input: what feeding the network costs. Four loops train the same network on the same images, each in a
+"""What feeding the network costs. Four loops train the same network on the same images, each in a
 process of its own, one after another, --repeats times over:
     classic, files    PIL images read from their files each epoch, RandomCrop / Flip / ToTensor /
                       Normalize image by image (RandomResizedCrop for large images), 4 loader workers,
@@ -9,8 +9,8 @@ process of its own, one after another, --repeats times over:
 Ratios are of runs next to each other. Memory is that of a loop's processes together, shared pages
 counted once. For large images the loaders are also compared alone, images a second for one worker.
 
-    python tools/bench.py input --dataset folder --data-dir data/cifar10
-    python tools/bench.py input --dataset folder --data-dir data/imagenet-mini --batch-size 32
+    python tools/bench/input.py --dataset folder --data-dir data/cifar10
+    python tools/bench/input.py --dataset folder --data-dir data/imagenet-mini --batch-size 32
 """
 
 import json
@@ -29,17 +29,19 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as T
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from common.data import build_datasets, build_loader, build_transforms
-from common.errors import UserError
+from common.errors import UserError, one_line_errors
 from common.report import environment, synchronize, warmup_steps
-from tools.measure import ROOT, build_step, pick_device, shared_flags, spread, write
+from tools.bench.measure import ROOT, build_step, parse_args, pick_device, shared_flags, spread, write
 
 CLASSIC_WORKERS = 4
 
 
 def add_flags(parser):
     inside = [loop for loop in LOOPS if LOOPS[loop]]
-    parser.add_argument("--loop", choices=inside, help="input: run this loop alone, here, and print its speed as JSON")
+    parser.add_argument("--loop", choices=inside, help="run this loop alone, here, and print its speed as JSON")
 
 
 def main(args):
@@ -86,7 +88,7 @@ def run_loop(loop, args):
         if loop == "01":
             command = [ROOT / "01_snsc.py", *flags, "--epochs", "1", "--log-file", log]
         else:
-            command = [ROOT / "tools/bench.py", "input", *flags, "--loop", loop]
+            command = [ROOT / "tools/bench/input.py", *flags, "--loop", loop]
         process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
         with PeakMemory(process.pid) as peak:
             output = process.communicate()[0]
@@ -237,3 +239,8 @@ def compare_loaders(args, env):
     for name in loaders:
         print(f"{name:26} {spread(speeds[name], '.0f'):>28}")
     print(f"ours / classic             {spread(ratios, '.2f'):>28}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(parse_args(__doc__, add_flags))

@@ -1,9 +1,9 @@
 """Makes the mistakes of docs/troubleshooting.md, one after another, without this project's code to prevent them.
 
-    torchrun --nproc-per-node=2 --log-dir DIR --redirects=3 tests/provoke.py    those that take two ranks
-    python tests/provoke.py launchers                                           those of torchrun itself
-    python tests/provoke.py shared-memory                                       where /dev/shm is small
-    python tests/provoke.py join HOST RANK                                      on each of two hosts
+    torchrun --nproc-per-node=2 --log-dir DIR --redirects=3 tests/helpers/provoke.py    those that take two ranks
+    python tests/helpers/provoke.py launchers                                           those of torchrun itself
+    python tests/helpers/provoke.py shared-memory                                       where /dev/shm is small
+    python tests/helpers/provoke.py join HOST RANK                                      on each of two hosts
 
 After a line `== NAME` comes what torch prints of the mistake NAME.
 """

@@ -10,10 +10,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.flags import AMP_DTYPES
+from common.flags import AMP_DTYPES, Parser, whole_number
 from common.models import build_model
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parse_args(doc, add_flags=lambda parser: None):
+    """The flags of a benchmark: those of 01 to 05, --repeats, and its own."""
+    parser = Parser(doc)
+    parser.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each")
+    add_flags(parser)
+    # For input: long enough that the batches which workers make ahead, before the clock starts, count for little.
+    parser.set_defaults(limit=100 * 256)
+    return parser.parse_args()
 
 
 def shared_flags(args):

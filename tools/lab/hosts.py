@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["ip", "nsenter", "unshare"]
 
 # In the namespaces of a host: its name, the hosts file, and then the command. It hears Ctrl-C

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from common.distributed import free_port
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # What a rank imports, but for what handles signals as soon as it is imported.
 PRELOAD = ["torch", "torchvision", "torch.distributed.nn", "torch.nn.parallel", "torch.optim.swa_utils"]
 PRELOAD += ["torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torchvision.transforms.v2"]
-PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "common.checkpoint"]
+PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.checkpoint"]
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)

@@ -1,27 +1,28 @@
-"""scaling: seconds of all_reduce by size, and of a training step and its parts; under torchrun, for as many processes
+"""Seconds of all_reduce by size, and of a training step and its parts; under torchrun, for as many processes
 as that starts. What notebooks/scaling.ipynb fits its model to.
 
-    torchrun --nnodes=1 --nproc-per-node=2 tools/bench.py scaling --batch-size 64
+    torchrun --nnodes=1 --nproc-per-node=2 tools/bench/scaling.py --batch-size 64
 """
 
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from common.data import build_datasets, build_transforms
 from common.distributed import cleaned_up, setup_distributed
+from common.errors import one_line_errors
 from common.report import environment, synchronize
-from tools.measure import build_step, write
+from tools.bench.measure import build_step, parse_args, write
 
 SIZES = [2**k for k in range(10, 27, 2)]  # bytes: 1 KiB to 64 MiB
 STEPS, WARMUP = 10, 3
-
-
-def add_flags(parser):
-    pass  # the shared ones are enough
 
 
 @cleaned_up()
@@ -110,3 +111,8 @@ def step_parts(args, d):
         "ready_seconds": ready,
         "bucket_bytes": list(buckets),
     }
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(parse_args(__doc__))

@@ -1,4 +1,4 @@
-"""ddp: what DistributedDataParallel costs, and what it gives. Launched in turn, --repeats times over:
+"""What DistributedDataParallel costs, and what it gives. Launched in turn, --repeats times over:
     1 process, 1 thread       plain PyTorch
     2 processes, 1 thread     DistributedDataParallel, and within each launch, step by step in turn: without
                               communication (no_sync), other bucket sizes, gradients as views of the buckets,
@@ -8,7 +8,7 @@ On GPUs: one process on one, and one process on each. Efficiency is images a sec
 one thread, times the processes; exposed communication is the share of a step that no_sync saves. Then the
 seconds from the launch of 03 under torchrun to its first step, by number of processes.
 
-    python tools/bench.py ddp --batch-size 128
+    python tools/bench/ddp.py --batch-size 128
 """
 
 import json
@@ -27,12 +27,14 @@ from PIL import Image
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from common.data import build_datasets, build_transforms
 from common.distributed import cleaned_up, setup_distributed
-from common.errors import UserError
+from common.errors import UserError, one_line_errors
 from common.flags import whole_number
 from common.report import environment, synchronize
-from tools.measure import ROOT, build_step, pick_device, shared_flags, spread, write
+from tools.bench.measure import ROOT, build_step, parse_args, pick_device, shared_flags, spread, write
 
 STEPS, WARMUP = 10, 3  # a repeat
 
@@ -55,8 +57,8 @@ VARIANTS = {
 
 def add_flags(parser):
     sizes = {"nargs": "*", "type": whole_number(1), "default": [1, 2, 4, 8, 16], "metavar": "N"}
-    parser.add_argument("--launches", **sizes, help="ddp: numbers of processes whose launch is timed")
-    parser.add_argument("--inside", action="store_true", help="ddp: be one of the processes that are measured")
+    parser.add_argument("--launches", **sizes, help="numbers of processes whose launch is timed")
+    parser.add_argument("--inside", action="store_true", help="be one of the processes that are measured")
 
 
 def main(args):
@@ -109,8 +111,14 @@ def launch(args, processes, threads):
     Returns:
         dict of seconds per step by variant.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", ROOT / "tools/bench.py"]
-    command += ["ddp", "--inside", *shared_flags(args)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={processes}",
+        ROOT / "tools/bench/ddp.py",
+    ]
+    command += ["--inside", *shared_flags(args)]
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     process = subprocess.run(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True)
     if process.returncode != 0:
@@ -164,3 +172,8 @@ def launch_seconds(processes):
         if seconds is None or process.returncode != 0:
             raise UserError(f"03 with {processes} processes did not take its step: {errors.strip()[-300:]}")
         return seconds
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(parse_args(__doc__, add_flags))

@@ -1,4 +1,4 @@
-"""train: what 06 costs beside the bare step. Runs in turn, each in a process of its own, --repeats times over:
+"""What 06 costs beside the bare step. Runs in turn, each in a process of its own, --repeats times over:
     bare          forward, backward and step on one batch that never moves
     dummy         06_imagenet.py --dummy: all of the script but the reading of images
     checkpoints   the same with a checkpoint every --every steps
@@ -6,7 +6,7 @@
 Ratios are of runs next to each other. The cost of a checkpoint is what it adds to the run, given for one every 100
 steps. On a CPU, then the loader alone with one worker, against PIL images transformed one by one.
 
-    python tools/bench.py train --data-dir data/imagenet-mini --batch-size 32 --image-size 224
+    python tools/bench/train.py --data-dir data/imagenet-mini --batch-size 32 --image-size 224
 """
 
 import json
@@ -25,23 +25,25 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 from torchvision import transforms as T
 
-from common.elastic import GlobalBatches
-from common.errors import UserError
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common.errors import UserError, one_line_errors
 from common.flags import AMP_DTYPES, whole_number
-from common.imagenet import MEAN, STD, Images, build_loader
 from common.models import build_model
 from common.report import environment, peak_memory, synchronize, warmup_steps
-from tools.measure import ROOT, pick_device, spread, write
-from tools.tables import checkpoint_cost
+from imagenet.data import MEAN, STD, Images, build_loader
+from imagenet.elastic import GlobalBatches
+from tools.bench.measure import ROOT, parse_args, pick_device, spread, write
+from tools.records import checkpoint_cost
 
 RUNS = ("bare", "dummy", "checkpoints", "files")
 
 
 def add_flags(parser):
-    parser.add_argument("--image-size", type=whole_number(16), default=224, metavar="N", help="train: pixels a side")
-    parser.add_argument("--steps", type=whole_number(20), default=40, metavar="N", help="train: of each run")
-    parser.add_argument("--every", type=whole_number(1), default=10, metavar="N", help="train: steps a checkpoint")
-    parser.add_argument("--bare", action="store_true", help="train: run the bare step here, and print JSON")
+    parser.add_argument("--image-size", type=whole_number(16), default=224, metavar="N", help="pixels a side")
+    parser.add_argument("--steps", type=whole_number(20), default=40, metavar="N", help="of each run")
+    parser.add_argument("--every", type=whole_number(1), default=10, metavar="N", help="steps a checkpoint")
+    parser.add_argument("--bare", action="store_true", help="run the bare step here, and print JSON")
 
 
 def main(args):
@@ -80,7 +82,7 @@ def run_one(name, args):
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
         if name == "bare":
-            command = [ROOT / "tools/bench.py", "train", "--bare", "--steps", args.steps, *shared]
+            command = [ROOT / "tools/bench/train.py", "--bare", "--steps", args.steps, *shared]
         else:
             command = [ROOT / "06_imagenet.py", *shared, "--eval-every", 0, "--log-file", log, "--workers"]
             command += [args.workers if name == "files" and args.workers is not None else 2 if name == "files" else 0]
@@ -155,3 +157,8 @@ def compare_loaders(args, env, settings):
     ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]
     print(f"\nloaders alone, one worker: classic {statistics.median(speeds['classic loader']):.0f} img/s, "
           f"ours {statistics.median(speeds['our loader']):.0f}, ratio {spread(ratios, '.2f')}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(parse_args(__doc__, add_flags))

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from common.data import as_it_is, leave_ctrl_c_to_main, list_images, read_image
 from common.distributed import cores_per_process
 from common.errors import UserError, kill_workers
-from common.stop import end_with_parent, stop
+from imagenet.signals import end_with_parent, stop
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's channels, in levels of 0 to 255
 MAX_DAMAGED = 0.01  # the share of images that may be unreadable

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("launch", ".")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in ("launch", ".")]
 
 import preflight
 import torch

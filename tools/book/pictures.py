@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md: python tools/pictures.py
+"""Draws the pictures of docs/concepts.md: python tools/book/pictures.py
 
 What they show is computed here too, so that a test can compare it with what the real collectives do.
 """
@@ -14,17 +14,17 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from charts import BLUE, GREEN, GREY, ORANGE, PURPLE
 
-from tools.step_model import Step, ring_seconds, step_seconds
+from tools.book.step_model import Step, ring_seconds, step_seconds
 
 FIGURES = ROOT / "docs/figures"
-SOURCES = [ROOT / name for name in ("tools/pictures.py", "tools/step_model.py", "notebooks/charts.py")]
+SOURCES = [ROOT / name for name in ("tools/book/pictures.py", "tools/book/step_model.py", "notebooks/charts.py")]
 RANKS = 4
 RANK_COLORS = (BLUE, ORANGE, GREEN, PURPLE)
 INK, PALE = "#222222", "#F4F4F4"

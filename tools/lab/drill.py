@@ -1,8 +1,8 @@
 """Fire drills: what 06_imagenet.py does when a process, a machine or a cable fails, on hosts made of namespaces.
 
-    python tools/drill.py                 all of them, one after the other in one training
-    python tools/drill.py worker hang     some
-    python tools/drill.py --list          what they are
+    python tools/lab/drill.py                 all of them, one after the other in one training
+    python tools/lab/drill.py worker hang     some
+    python tools/lab/drill.py --list          what they are
 
 Three hosts train, started by launch/06_elastic.sh with one process on each; launch/store.py runs on a fourth. Each
 has a disk of its own for checkpoints, unless --shared. A drill passes if the training goes on by itself, from
@@ -31,7 +31,7 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch
@@ -39,7 +39,7 @@ import torch
 from common.errors import UserError, one_line_errors
 from common.flags import whole_number
 from common.report import environment
-from tools import hosts as hosts_module
+from tools.lab import hosts as hosts_module
 
 PORT = 29400
 TRAINERS, STORE = 3, 3  # hosts 0 to 2 train, host 3 keeps the store
@@ -463,7 +463,7 @@ def main(args):
             print(f"{name:10} {drill.__doc__}")
         return 0
     if missing := hosts_module.missing():
-        raise UserError(f"{missing}: expected root on Linux with iproute2; sudo .venv/bin/python tools/drill.py")
+        raise UserError(f"{missing}: expected root on Linux with iproute2; sudo .venv/bin/python tools/lab/drill.py")
     env = environment(torch.device("cpu"))
     print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | a checkpoint every {args.every} steps")
     print(f"{'drill':10} {'steps lost':>10} {'seconds':>8} {'processes':>10}")

@@ -1,12 +1,12 @@
 """Fill in what the book shows of the code and of results/, so that nothing of it is typed by hand.
 
-    python tools/book.py             write it
-    python tools/book.py --check     exit 1 and say which page is stale
-    python tools/book.py --record    first run the commands whose output is shown and not recorded yet
+    python tools/book/book.py             write it
+    python tools/book/book.py --check     exit 1 and say which page is stale
+    python tools/book/book.py --record    first run the commands whose output is shown and not recorded yet
 
 The pages are README.md and docs/*.md. Between <!-- KIND: WHAT --> and <!-- end --> stands:
 
-    table: NAME         a table of tools/tables.py
+    table: NAME         a table of tools/book/tables.py
     diff: 03            what 03 changes in its parent
     section: 03 0       a section of a script, see tools/steps.py
     code: FILE NAME     a function, a class or the docstring of a file
@@ -23,11 +23,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools import steps
+from tools.book.tables import TABLES
 from tools.records import RESULTS, ROOT, hardware, records
-from tools.tables import TABLES
 
 BLOCK = re.compile(r"^(<!-- (\w+): (.+?) -->\n)(.*?)^(<!-- end -->)$", re.M | re.S)
 
@@ -83,7 +83,7 @@ def code(what):
 def output(command):
     found = [r for r in records("output") if r["command"] == command]
     if not found:
-        raise BookError(f"the output of `{command}` is not recorded: python tools/book.py --record")
+        raise BookError(f"the output of `{command}` is not recorded: python tools/book/book.py --record")
     return f"On {hardware(found[-1])}:\n\n{fenced('text', found[-1]['output'])}"
 
 
@@ -110,8 +110,8 @@ def shown_commands():
 def record(commands):
     """Run commands and write what they print to results/output/."""
     from common.report import environment
+    from tools.bench.measure import pick_device
     from tools.experiments import Machine
-    from tools.measure import pick_device
 
     path = RESULTS / "output" / f"{Machine.here().name}.jsonl"
     path.parent.mkdir(exist_ok=True)
@@ -160,7 +160,7 @@ def main(args):
             stale.append(f"{name}: {error}")
             continue
         if fresh != text and args.check:
-            stale.append(f"{name} is stale: python tools/book.py")
+            stale.append(f"{name} is stale: python tools/book/book.py")
         elif fresh != text:
             page.write_text(fresh)
     if stale:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.stop import AGAIN
+from imagenet.signals import AGAIN
 
 OWN_SIGNAL = 10  # seconds until torchrun's own must have come
 
