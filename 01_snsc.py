@@ -1,92 +1,78 @@
-"""01: single node, single card.
+"""01: one process, one device.
 
-Adds the whole of training on one device: plain PyTorch, and the loop that every later script keeps.
+Plain PyTorch training. Every later script keeps these sections and this loop.
 
     python 01_snsc.py
 """
 
 import torch
 from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import RandomSampler
 
 from common.data import build_datasets, build_loader, build_transforms
 from common.errors import one_line_errors
-from common.flags import AMP_DTYPES, Parser
+from common.flags import parse_args
 from common.models import build_model
-from common.report import Report
+from common.report import Report, batch_totals
 
 
-def parse_args():
-    parser = Parser(__doc__)
-    return parser.parse_args()
-
-
+@one_line_errors()
 def main(args):
     # 0. set up
-    rank, world_size, local_world_size = 0, 1, 1  # which process this is, of how many, how many on this machine
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    global_batch = args.batch_size * world_size
-    lr = args.lr * global_batch / 256 if args.lr_scaling == "linear" else args.lr
-    report = Report(args, device, rank, world_size, local_world_size, lr)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    report = Report(args, device)  # prints and keeps time, nothing else
     train_set, test_set = build_datasets(args)
 
-    # 1. define network
-    torch.manual_seed(args.seed)  # the same weights in every process
-    net = build_model(args, train_set).to(device)
-    report.header(net, train_set, test_set)
-    if args.compile:
-        net.compile()
-    torch.manual_seed(2**16 * (args.seed + 1) + rank)  # but its own augmentation and dropout in each
+    # 1. define model
+    torch.manual_seed(args.seed)
+    model = build_model(args, train_set).to(device)
 
     # 2. define dataloader
-    order = torch.Generator()
-    train_sampler = RandomSampler(train_set, generator=order)
-    test_sampler = range(rank, len(test_set), world_size)
-    train_loader = build_loader(train_set, train_sampler, args, local_world_size, train=True)
-    test_loader = build_loader(test_set, test_sampler, args, local_world_size, train=False)
+    train_sampler = RandomSampler(train_set, generator=torch.Generator().manual_seed(args.seed))
+    train_loader = build_loader(train_set, args, train_sampler, train=True)
+    test_loader = build_loader(test_set, args)
     augment, normalize = build_transforms(train_set, args, device)
 
     # 3. define loss and optimizer
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    warmup = max(1, round(args.warmup_epochs * len(train_loader)))  # steps
-    autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    lr = args.lr * args.batch_size / 256 if args.lr_scaling == "linear" else args.lr
+    optimizer = SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    warmup_steps = max(1, round(args.warmup_epochs * len(train_loader)))
+    scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup_steps))
 
     # 4. train and evaluate
+    report.header(model, train_set, test_set, lr)
     for epoch in range(args.epochs):
-        net.train()
-        order.manual_seed(args.seed + epoch)  # a new order every epoch
-        totals = torch.zeros(3, device=device)  # loss, correct, images: summed there, so that no step waits
-        for images, targets in report.batches(train_loader, epoch):
-            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            optimizer.param_groups[0]["lr"] = lr * min(1, (epoch * len(train_loader) + report.step) / warmup)
-            with autocast:
-                outputs = net(augment(images))
-                loss = criterion(outputs, targets)
+        model.train()
+        totals = torch.zeros(3, device=device)  # loss, correct answers, images since the last line
+        for step, batch in enumerate(report.timed(train_loader, epoch)):
+            images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+            outputs = model(augment(images))
+            loss = criterion(outputs, targets)
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)  # note: fp16 waits for the device here, to look for overflow
-            scaler.update()
-            correct, n = (outputs.argmax(dim=1) == targets).sum(), len(targets)
-            totals += torch.stack([loss.detach() * n, correct, torch.full_like(loss, n)])
-            if report.due():
-                report.show_step(totals)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            totals += batch_totals(loss, outputs, targets)  # on the device: no step waits for it
+            if report.due(step):
+                report.show_step(step, totals)
+                totals.zero_()
 
-        net.eval()
+        model.eval()
         correct = torch.zeros((), dtype=torch.int64, device=device)
-        with torch.no_grad(), autocast:
-            for images, targets in test_loader:
-                images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-                correct += (net(normalize(images)).argmax(dim=1) == targets).sum()
-        report.show_epoch(correct, len(test_set))
+        with torch.no_grad():
+            for batch in test_loader:
+                images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+                correct += (model(normalize(images)).argmax(dim=1) == targets).sum()
+        report.show_epoch(correct)
 
     # 5. tear down
-    if args.save and rank == 0:
-        torch.save(net.state_dict(), args.save)
+    if args.save:
+        torch.save(model.state_dict(), args.save)
     report.summary()
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(parse_args())
+    main(parse_args(__doc__))

@@ -1,13 +1,13 @@
-"""04: multi node, multi card, processes from mp.spawn.
+"""04: one process per GPU, started by the script itself.
 
-Changes in 03 who starts the processes: this script itself, so plain python runs it. It must count the ranks,
-and be told or choose where they meet.
+Like 03, with mp.spawn instead of torchrun: the script computes the ranks and chooses the address.
+Use it where torchrun is not possible, for example in a debugger.
 
     python 04_mnmc_ddp_mp.py --nproc-per-node 2
 
-Without a GPU the processes share the cores. On two machines, with --node-rank=1 on the second:
+On two machines, host1 and one more, on which --node-rank is 1:
 
-    python 04_mnmc_ddp_mp.py --nodes=2 --node-rank=0 --nproc-per-node=2 --dist-url=tcp://10.0.0.1:29500
+    python 04_mnmc_ddp_mp.py --nodes=2 --node-rank=0 --nproc-per-node=2 --dist-url=tcp://host1:29500
 """
 
 import torch
@@ -15,106 +15,90 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 
 from common.data import build_datasets, build_loader, build_transforms
-from common.distributed import TIMEOUT, cleaned_up, rendezvous, setup_device, spawn_url, sum_over_ranks
+from common.distributed import TIMEOUT, setup_device
 from common.errors import one_line_errors
-from common.flags import AMP_DTYPES, Parser, whole_number
-from common.models import build_model, convert_sync_batchnorm
-from common.report import Report
-
-
-def parse_args():
-    parser = Parser(__doc__)
-    parser.add_argument("--sync-bn", action="store_true", help="batch norm over the images of all processes")
-    add, gpus = parser.add_argument, torch.cuda.device_count()
-    add("--nproc-per-node", type=whole_number(1), default=gpus or 2, metavar="N", help="processes, one a GPU")
-    add("--nodes", type=whole_number(1), default=1, metavar="N", help="machines")
-    add("--node-rank", type=whole_number(0), default=0, metavar="N", help="which of the machines this is")
-    add("--dist-url", metavar="tcp://HOST:PORT", help="where rank 0 listens; for one machine it may be left out")
-    return parser.parse_args()
+from common.flags import parse_spawn_args
+from common.models import build_model
+from common.report import Report, batch_totals
+from common.syncbn import convert_sync_batchnorm
 
 
 @one_line_errors()
-@cleaned_up()  # leaves the process group at the end, after an error too
 def main(local_rank, args):
     # 0. set up
-    local_world_size, world_size = args.nproc_per_node, args.nodes * args.nproc_per_node
+    local_size, world_size = args.nproc_per_node, args.nodes * args.nproc_per_node
     rank = args.node_rank * args.nproc_per_node + local_rank
-    device = setup_device(local_rank, local_world_size)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    store = rendezvous(args.dist_url, rank, world_size)  # as init_method=args.dist_url, but says who is missing
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-    global_batch = args.batch_size * world_size
-    lr = args.lr * global_batch / 256 if args.lr_scaling == "linear" else args.lr
-    report = Report(args, device, rank, world_size, local_world_size, lr)
+    device = setup_device(local_rank, local_size)  # GPU local_rank, or a share of the cores
+    backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
+    group = {"rank": rank, "world_size": world_size, "device_id": device.index, "timeout": TIMEOUT}
+    dist.init_process_group(backend, init_method=args.dist_url, **group)
+    report = Report(args, device, local_size)  # prints and keeps time, nothing else
     train_set, test_set = build_datasets(args)
 
-    # 1. define network
-    torch.manual_seed(args.seed)  # the same weights in every process
-    net = build_model(args, train_set).to(device)
-    if args.sync_bn:
-        net = convert_sync_batchnorm(net)
-    report.header(net, train_set, test_set)
-    if args.compile:
-        net.compile()
-    ddp = DistributedDataParallel(net)  # for training; net, inside it, is what is tested and saved
-    torch.manual_seed(2**16 * (args.seed + 1) + rank)  # but its own augmentation and dropout in each
+    # 1. define model
+    torch.manual_seed(args.seed)
+    model = build_model(args, train_set).to(device)
+    model = convert_sync_batchnorm(model) if args.sync_bn else model
+    ddp = DistributedDataParallel(model)  # train ddp; evaluate and save model, which is inside it
+    torch.manual_seed(2**16 * (args.seed + 1) + rank)  # each rank augments its images differently
 
     # 2. define dataloader
     train_sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
-    test_sampler = range(rank, len(test_set), world_size)
-    train_loader = build_loader(train_set, train_sampler, args, local_world_size, train=True)
-    test_loader = build_loader(test_set, test_sampler, args, local_world_size, train=False)
+    train_loader = build_loader(train_set, args, train_sampler, train=True)
+    test_loader = build_loader(test_set, args, range(rank, len(test_set), world_size))
     augment, normalize = build_transforms(train_set, args, device)
 
     # 3. define loss and optimizer
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    warmup = max(1, round(args.warmup_epochs * len(train_loader)))  # steps
-    autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    lr = args.lr * args.batch_size * world_size / 256 if args.lr_scaling == "linear" else args.lr
+    optimizer = SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    warmup_steps = max(1, round(args.warmup_epochs * len(train_loader)))
+    scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup_steps))
 
     # 4. train and evaluate
+    report.header(model, train_set, test_set, lr)
     for epoch in range(args.epochs):
-        net.train()
-        train_sampler.set_epoch(epoch)  # a new order every epoch
-        totals = torch.zeros(3, device=device)  # loss, correct, images: summed there, so that no step waits
-        for images, targets in report.batches(train_loader, epoch):
-            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            optimizer.param_groups[0]["lr"] = lr * min(1, (epoch * len(train_loader) + report.step) / warmup)
-            with autocast:
-                outputs = ddp(augment(images))
-                loss = criterion(outputs, targets)
+        model.train()
+        train_sampler.set_epoch(epoch)  # without it, every epoch has the same order
+        totals = torch.zeros(3, device=device)  # loss, correct answers, images since the last line
+        for step, batch in enumerate(report.timed(train_loader, epoch)):
+            images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+            outputs = ddp(augment(images))
+            loss = criterion(outputs, targets)
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)  # note: fp16 waits for the device here, to look for overflow
-            scaler.update()
-            correct, n = (outputs.argmax(dim=1) == targets).sum(), len(targets)
-            totals += torch.stack([loss.detach() * n, correct, torch.full_like(loss, n)])
-            if report.due():
-                report.show_step(sum_over_ranks(totals))
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            totals += batch_totals(loss, outputs, targets)  # on the device: no step waits for it
+            if report.due(step):
+                dist.all_reduce(totals)  # the sum over all ranks
+                report.show_step(step, totals)
+                totals.zero_()
 
-        net.eval()
-        for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # batch norm's statistics, of each rank's own images in the last step
+        model.eval()
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # each rank has batch norm statistics of its own images
         correct = torch.zeros((), dtype=torch.int64, device=device)
-        with torch.no_grad(), autocast:
-            for images, targets in test_loader:
-                images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-                correct += (net(normalize(images)).argmax(dim=1) == targets).sum()
-        correct = sum_over_ranks(correct)
-        report.show_epoch(correct, len(test_set))
+        with torch.no_grad():
+            for batch in test_loader:
+                images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+                correct += (model(normalize(images)).argmax(dim=1) == targets).sum()
+        dist.all_reduce(correct)
+        report.show_epoch(correct)
 
     # 5. tear down
     if args.save and rank == 0:
-        torch.save(net.state_dict(), args.save)
+        torch.save(model.state_dict(), args.save)
     report.summary()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        args = parse_args()
-        args.dist_url = spawn_url(args.dist_url, args.nodes, args.node_rank)
+        args = parse_spawn_args(__doc__)
         mp.spawn(main, args=(args,), nprocs=args.nproc_per_node)

@@ -1,111 +1,106 @@
-"""05: multi node, multi card, processes from Slurm.
+"""05: one process per GPU, started by Slurm.
 
-Changes in 03 who starts the processes: srun, on all machines of a job or of a part of it. Slurm's variables
-tell each process who it is and where they all are; they meet on the first machine of the list.
+Like 03, with srun instead of torchrun: the ranks and the address come from Slurm's variables.
+SLURM_STEP_* describe this srun, SLURM_JOB_* the whole job, which may be larger.
 
     srun --nodes=2 --ntasks-per-node=2 --kill-on-bad-exit=1 python 05_mnmc_ddp_slurm.py
 
-Without a GPU the processes share the cores. As a batch job, in whose file you say how many of what:
+As a batch job:
 
     sbatch launch/slurm/05_srun.sbatch
 """
+
+import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 
 from common.data import build_datasets, build_loader, build_transforms
-from common.distributed import TIMEOUT, cleaned_up, read_ranks, rendezvous, setup_device, slurm_url, sum_over_ranks
+from common.distributed import TIMEOUT, first_host, setup_device, slurm_tasks_here
 from common.errors import one_line_errors
-from common.flags import AMP_DTYPES, Parser
-from common.models import build_model, convert_sync_batchnorm
-from common.report import Report
+from common.flags import parse_ddp_args
+from common.models import build_model
+from common.report import Report, batch_totals
+from common.syncbn import convert_sync_batchnorm
 
 
-def parse_args():
-    parser = Parser(__doc__)
-    parser.add_argument("--sync-bn", action="store_true", help="batch norm over the images of all processes")
-    return parser.parse_args()
-
-
-@cleaned_up()  # leaves the process group at the end, after an error too
+@one_line_errors()
 def main(args):
     # 0. set up
-    names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"  # not the job's
-    rank, world_size, local_rank, local_world_size = read_ranks(*names)
-    device = setup_device(local_rank, local_world_size)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    store = rendezvous(slurm_url(), rank, world_size)  # on the first machine, at a port made from the job's id
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-    global_batch = args.batch_size * world_size
-    lr = args.lr * global_batch / 256 if args.lr_scaling == "linear" else args.lr
-    report = Report(args, device, rank, world_size, local_world_size, lr)
+    rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_STEP_NUM_TASKS"])
+    local_rank, local_size = int(os.environ["SLURM_LOCALID"]), slurm_tasks_here()
+    # Rank 0 runs on the first machine of the step. Jobs that share a machine get different ports.
+    os.environ.setdefault("MASTER_ADDR", first_host(os.environ["SLURM_STEP_NODELIST"]))
+    os.environ.setdefault("MASTER_PORT", str(12000 + int(os.environ["SLURM_JOB_ID"]) % 20000))
+    device = setup_device(local_rank, local_size)  # GPU local_rank, or a share of the cores
+    backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
+    group = {"rank": rank, "world_size": world_size, "device_id": device.index, "timeout": TIMEOUT}
+    dist.init_process_group(backend, **group)  # at MASTER_ADDR:MASTER_PORT
+    report = Report(args, device, local_size)  # prints and keeps time, nothing else
     train_set, test_set = build_datasets(args)
 
-    # 1. define network
-    torch.manual_seed(args.seed)  # the same weights in every process
-    net = build_model(args, train_set).to(device)
-    if args.sync_bn:
-        net = convert_sync_batchnorm(net)
-    report.header(net, train_set, test_set)
-    if args.compile:
-        net.compile()
-    ddp = DistributedDataParallel(net)  # for training; net, inside it, is what is tested and saved
-    torch.manual_seed(2**16 * (args.seed + 1) + rank)  # but its own augmentation and dropout in each
+    # 1. define model
+    torch.manual_seed(args.seed)
+    model = build_model(args, train_set).to(device)
+    model = convert_sync_batchnorm(model) if args.sync_bn else model
+    ddp = DistributedDataParallel(model)  # train ddp; evaluate and save model, which is inside it
+    torch.manual_seed(2**16 * (args.seed + 1) + rank)  # each rank augments its images differently
 
     # 2. define dataloader
     train_sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
-    test_sampler = range(rank, len(test_set), world_size)
-    train_loader = build_loader(train_set, train_sampler, args, local_world_size, train=True)
-    test_loader = build_loader(test_set, test_sampler, args, local_world_size, train=False)
+    train_loader = build_loader(train_set, args, train_sampler, train=True)
+    test_loader = build_loader(test_set, args, range(rank, len(test_set), world_size))
     augment, normalize = build_transforms(train_set, args, device)
 
     # 3. define loss and optimizer
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    warmup = max(1, round(args.warmup_epochs * len(train_loader)))  # steps
-    autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    lr = args.lr * args.batch_size * world_size / 256 if args.lr_scaling == "linear" else args.lr
+    optimizer = SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    warmup_steps = max(1, round(args.warmup_epochs * len(train_loader)))
+    scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup_steps))
 
     # 4. train and evaluate
+    report.header(model, train_set, test_set, lr)
     for epoch in range(args.epochs):
-        net.train()
-        train_sampler.set_epoch(epoch)  # a new order every epoch
-        totals = torch.zeros(3, device=device)  # loss, correct, images: summed there, so that no step waits
-        for images, targets in report.batches(train_loader, epoch):
-            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            optimizer.param_groups[0]["lr"] = lr * min(1, (epoch * len(train_loader) + report.step) / warmup)
-            with autocast:
-                outputs = ddp(augment(images))
-                loss = criterion(outputs, targets)
+        model.train()
+        train_sampler.set_epoch(epoch)  # without it, every epoch has the same order
+        totals = torch.zeros(3, device=device)  # loss, correct answers, images since the last line
+        for step, batch in enumerate(report.timed(train_loader, epoch)):
+            images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+            outputs = ddp(augment(images))
+            loss = criterion(outputs, targets)
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)  # note: fp16 waits for the device here, to look for overflow
-            scaler.update()
-            correct, n = (outputs.argmax(dim=1) == targets).sum(), len(targets)
-            totals += torch.stack([loss.detach() * n, correct, torch.full_like(loss, n)])
-            if report.due():
-                report.show_step(sum_over_ranks(totals))
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            totals += batch_totals(loss, outputs, targets)  # on the device: no step waits for it
+            if report.due(step):
+                dist.all_reduce(totals)  # the sum over all ranks
+                report.show_step(step, totals)
+                totals.zero_()
 
-        net.eval()
-        for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # batch norm's statistics, of each rank's own images in the last step
+        model.eval()
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # each rank has batch norm statistics of its own images
         correct = torch.zeros((), dtype=torch.int64, device=device)
-        with torch.no_grad(), autocast:
-            for images, targets in test_loader:
-                images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-                correct += (net(normalize(images)).argmax(dim=1) == targets).sum()
-        correct = sum_over_ranks(correct)
-        report.show_epoch(correct, len(test_set))
+        with torch.no_grad():
+            for batch in test_loader:
+                images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+                correct += (model(normalize(images)).argmax(dim=1) == targets).sum()
+        dist.all_reduce(correct)
+        report.show_epoch(correct)
 
     # 5. tear down
     if args.save and rank == 0:
-        torch.save(net.state_dict(), args.save)
+        torch.save(model.state_dict(), args.save)
     report.summary()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(parse_args())
+    main(parse_ddp_args(__doc__))

@@ -1,35 +1,28 @@
-"""Datasets, loaders and augmentation, fast enough that the network is what a step waits for.
+"""Datasets, loaders and augmentation.
 
-Small images are held in memory as one uint8 tensor. The Dataset answers __getitems__, so the ordinary
-DataLoader fetches a whole batch with one index operation; crops, flips and normalisation then run per
-image, but for the batch at once, on the training device. Large images are decoded and resized by the
-loader's workers as they come, and travel as uint8 too.
+Small images are held in memory as one uint8 tensor, so a batch is one index operation. Crops, flips and normalization
+run on the device, on the whole batch at once but with random numbers of its own for each image. Photographs are
+decoded and cropped by loader processes.
 """
 
-import http.client
 import os
 import signal
-import socket
-import sys
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-import torchvision
 from filelock import FileLock
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset
-from torchvision.io import ImageReadMode, decode_image
+from torchvision.datasets import CIFAR10, MNIST, ImageFolder
+from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
 
 from common import shapes
-from common.distributed import cores_per_process
 from common.errors import UserError, one_line
-from common.report import leaves_one_alone
 
-SMALL_SIDE = 64  # pixels: images up to here, all of one size, are held in memory
-SMALL_BYTES = 4 * 2**30  # unless they would fill more than this
-CROP = 224  # pixels a side of what a network sees of a large image
+SMALL_SIDE = 64  # pixels: images up to this size, all of one size, are held in memory
+SMALL_BYTES = 4 * 2**30  # unless they would take more than this
+CROP = 224  # pixels: the side of what the model sees of a photograph
+IMAGENET_STATS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # mean and deviation, on a scale of 0 to 255
 
 
 class MemoryImages(Dataset):
@@ -50,134 +43,81 @@ class MemoryImages(Dataset):
     def __len__(self):
         return len(self.targets)
 
-    def __getitem__(self, index):
-        return self.images[index], self.targets[index]
-
     def __getitems__(self, indices):
         return self.images[indices], self.targets[indices]
 
     def channel_stats(self):
-        """Mean and standard deviation of each channel, (C,) each, in levels of 0 to 255; exact."""
+        """Return mean and standard deviation of each channel, (C,) each, on a scale of 0 to 255; exact."""
         levels = torch.arange(256, dtype=torch.float64)
         counts = torch.zeros(self.channels, 256, dtype=torch.float64)
-        for part in self.images.split(1000):  # in parts, since flatten copies
+        for part in self.images.split(1000):  # in parts, because flatten copies
             counts += torch.stack([c.flatten().bincount(minlength=256) for c in part.unbind(1)])
         share = counts / counts.sum(1, keepdim=True)
         mean = share @ levels
         return mean, (share @ levels.square() - mean.square()).clamp(min=1).sqrt()
 
 
-class FileImages(Dataset):
-    """Images decoded from their files as they come, cropped to CROP x CROP.
-
-    Args:
-        paths: list of str.
-        targets: int64 (N,).
-        num_classes: int.
-        transform: takes and returns uint8 (3, H, W); the result is CROP x CROP.
-    """
-
-    in_memory = False
-    channels, image_size = 3, (CROP, CROP)
-
-    def __init__(self, paths, targets, num_classes, transform):
-        self.paths, self.targets, self.num_classes, self.transform = paths, targets, num_classes, transform
-
-    def __len__(self):
-        return len(self.paths)
-
-    def __getitem__(self, index):
-        return self.transform(read_image(self.paths[index])), self.targets[index]
-
-    def __getitems__(self, indices):
-        return torch.stack([self[index][0] for index in indices]), self.targets[indices]
-
-    def channel_stats(self):
-        """Mean and standard deviation of ImageNet's channels, in levels of 0 to 255."""
-        return torch.tensor([123.675, 116.28, 103.53]), torch.tensor([58.395, 57.12, 57.375])
-
-
 def build_datasets(args):
     """Load the training set and the test set of --dataset.
 
-    Returns:
-        (train_set, test_set), each MemoryImages or FileImages.
+    Both have the attributes in_memory, channels, image_size (height, width) and num_classes.
 
     Raises:
-        UserError: the files are missing or damaged; the message says which and what to do.
+        UserError: the files are missing or damaged.
     """
     build = {"shapes": _shapes, "cifar10": _torchvision, "mnist": _torchvision, "folder": _folder}
-    train_set, test_set = build[args.dataset](args)
-    if len(train_set) < 2:
-        raise UserError(f"{len(train_set)} training image: expected 2 or more; raise --limit or add images")
-    if train_set.num_classes < 2:
-        raise UserError(f"1 class in {args.data_dir}/train: expected 2 or more, one folder each; one is no choice")
-    return train_set, test_set
+    return build[args.dataset](args)
 
 
-def build_loader(dataset, sampler, args, local_world_size=1, *, train):
-    """The ordinary DataLoader, set up for batches of uint8 images.
-
-    Args:
-        dataset: MemoryImages or FileImages.
-        sampler: yields indices and has a length.
-        args: the shared flags; reads batch_size and workers.
-        local_world_size: int, the processes on this machine, which share its cores.
-        train: leave out a last batch that would leave one image alone, here or, under DataParallel, on one
-            of the GPUs: batch norm cannot learn from it.
-    """
-    workers = args.workers
-    if workers is None:
-        workers = 0 if dataset.in_memory else cores_per_process(local_world_size)
-    gpus = 1 if dist.is_initialized() else max(1, torch.cuda.device_count())
+def build_loader(dataset, args, sampler=None, *, train=False):
+    """Build the DataLoader of uint8 batches, in the order of the sampler or else of the dataset."""
+    workers = 0 if dataset.in_memory else args.workers
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
         sampler=sampler,
-        drop_last=train and leaves_one_alone(len(sampler) % args.batch_size, gpus),
+        drop_last=train and len(sampler) % args.batch_size == 1,  # batch norm cannot train on a single image
         num_workers=workers,
         persistent_workers=train and workers > 0,
-        pin_memory=torch.cuda.is_available(),
-        collate_fn=as_it_is,  # __getitems__ has made the batch already
-        worker_init_fn=leave_ctrl_c_to_main,
+        pin_memory=torch.accelerator.is_available(),
+        collate_fn=identity_collate if dataset.in_memory else None,
+        worker_init_fn=ignore_ctrl_c,
     )
 
 
 def build_transforms(train_set, args, device):
-    """What turns a uint8 batch on the device into the network's input.
+    """Build the functions that turn a uint8 batch on the device into the input of the model.
 
     Returns:
-        (augment, normalize): each takes uint8 (N, C, H, W) and returns float32 (N, C, H, W) of about
-        mean 0 and deviation 1; augment also crops and flips each image at random, as --augment says.
+        (augment, normalize): each takes uint8 (N, C, H, W) and returns float32 (N, C, H, W) with a mean of about 0 and
+        a deviation of about 1. augment also crops and flips each image at random, unless --no-augment.
     """
-    mean, std = (s.float().to(device)[:, None, None] for s in train_set.channel_stats())
-    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    # Mirrored digits are no digits. Large images are cropped by the workers, who see the whole of them.
-    flip = args.dataset != "mnist"
-    padding = train_set.image_size[0] // 8 if train_set.in_memory else 0
+    stats = train_set.channel_stats() if train_set.in_memory else IMAGENET_STATS
+    mean, std = (torch.as_tensor(s).float().to(device)[:, None, None] for s in stats)
+    flip = 0.5 if args.dataset != "mnist" else 0  # Mirrored digits are no digits.
+    padding = train_set.image_size[0] // 8 if train_set.in_memory else 0  # photographs are cropped when they are read
 
     def normalize(images):
-        return (images.contiguous(memory_format=memory_format) / std).sub_(mean / std)
+        return (images / std).sub_(mean / std)
 
     def augment(images):
         if args.augment:
             n = len(images)
             top, left = torch.randint(2 * padding + 1, (2, n), device=device)
-            mirror = torch.rand(n, device=device) < (0.5 if flip else 0)
-            images = crop_and_flip(images, padding, top, left, mirror)
+            images = crop_and_flip(images, padding, top, left, torch.rand(n, device=device) < flip)
         return normalize(images)
 
     return augment, normalize
 
 
 def crop_and_flip(images, padding, top, left, mirror):
-    """Shift each image by its own offset within a black border, then mirror those marked.
+    """Shift each image by its own offset inside a black border, then mirror some.
 
-    For the same offsets this is torchvision's RandomCrop(size, padding) and horizontal flip to the pixel.
+    For the same offsets this equals torchvision's RandomCrop(size, padding) and horizontal flip, pixel by pixel.
 
     Args:
         images: (N, C, H, W), any dtype and device.
-        padding: pixels of border on every side.
+        padding: int, pixels of border on every side.
         top, left: int64 (N,), 0 to 2 * padding.
         mirror: bool (N,).
     """
@@ -187,39 +127,27 @@ def crop_and_flip(images, padding, top, left, mirror):
     return torch.where(mirror[:, None, None, None], images.flip(3), images)
 
 
-def read_image(path):
-    """Decode an image file as uint8 (3, H, W)."""
+def open_image(path):
+    """Open an image file as an RGB image of Pillow."""
     try:
-        return v2.functional.to_dtype(decode_image(path, ImageReadMode.RGB), torch.uint8, scale=True)
-    except RuntimeError:  # torchvision lacks some formats (bmp, tiff) that Pillow reads
-        return _read_with_pillow(path)
-
-
-def _read_with_pillow(path):
-    try:
-        with Image.open(path) as image:
-            if image.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip
-                image = image.convert("I").point(lambda level: level / 256)
-            return v2.functional.pil_to_tensor(image.convert("RGB"))
+        return default_loader(path)
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(
-            f"{path} is no readable image ({one_line(error)}); delete it or put a good copy there"
-        ) from None
+        reason = one_line(error)
+        raise UserError(f"{path} cannot be read as an image ({reason}); delete it or replace it") from None
 
 
-def as_it_is(batch):
+def identity_collate(batch):
+    """Return the batch as it is: __getitems__ has put it together already."""
     return batch
 
 
-def leave_ctrl_c_to_main(_):
-    """In a worker: let the main process end it, and say nothing if that hangs up in the middle of a batch."""
+def ignore_ctrl_c(worker):
+    """Leave Ctrl-C to the main process, which stops the loader processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    show = sys.excepthook
-    sys.excepthook = lambda kind, *rest: None if issubclass(kind, ConnectionError) else show(kind, *rest)
 
 
 def _choose(n, limit):
-    """Which of n training images to use: all, or --limit of them from all over the set, always the same."""
+    """Choose which of n training images to use: all, or --limit of them from the whole set, always the same."""
     if limit is None or limit >= n:
         return torch.arange(n)
     return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:limit].sort().values
@@ -229,7 +157,7 @@ def _shapes(args):
     def draw(seed, indices):
         images = torch.empty(len(indices), 3, shapes.SIZE, shapes.SIZE, dtype=torch.uint8)
         targets = torch.empty(len(indices), dtype=torch.int64)
-        for rows in torch.arange(len(indices)).split(1000):  # a chunk's temporaries fit the cache
+        for rows in torch.arange(len(indices)).split(1000):  # the temporary arrays of 1000 images fit the cache
             drawn = shapes.render(seed, indices[rows].numpy())
             images[rows], targets[rows] = map(torch.from_numpy, drawn)
         return MemoryImages(images, targets, len(shapes.CLASSES))
@@ -238,104 +166,69 @@ def _shapes(args):
 
 
 def _torchvision(args):
-    name = args.dataset
-    build = {"cifar10": torchvision.datasets.CIFAR10, "mnist": torchvision.datasets.MNIST}[name]
-    if args.download:
-        _download(build, args)
+    name, build = args.dataset, {"cifar10": CIFAR10, "mnist": MNIST}[args.dataset]
     try:
-        train, test = (build(args.data_dir, train=train) for train in (True, False))
+        if args.download:
+            os.makedirs(args.data_dir, exist_ok=True)
+            with FileLock(os.path.join(args.data_dir, f".{name}.lock")):  # one process downloads, the others wait
+                build(args.data_dir, download=True)
+        train, test = (build(args.data_dir, train) for train in (True, False))
     except (RuntimeError, OSError, ValueError, AssertionError, LookupError, EOFError) as error:
-        if str(error).startswith("Dataset not found"):
-            found = f"{name} is not in {args.data_dir}, or not whole: add --download to fetch it"
-        else:
-            found = f"the files of {name} in {args.data_dir} cannot be read: delete them, then add --download"
-        raise UserError(f"{found}; without a network use --dataset shapes, which needs no files") from None
+        raise UserError(
+            f"cannot read {name} in {args.data_dir} ({one_line(error)}): delete the files and add --download, or use "
+            f"--dataset shapes, which needs no files"
+        ) from None
 
     def in_memory(dataset, limit):
         images = torch.as_tensor(dataset.data)  # mnist: (N, H, W); cifar10: (N, H, W, 3)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
         targets = torch.as_tensor(dataset.targets)
         if limit is not None:
-            chosen = _choose(len(targets), limit)
+            chosen = _choose(len(images), limit)
             images, targets = images[chosen], targets[chosen]
         return MemoryImages(images, targets, num_classes=10)
 
     return in_memory(train, args.limit), in_memory(test, None)
 
 
-def _download(build, args):
-    """Fetch a dataset; of all the processes that ask for it, one downloads and the others wait."""
-    timeout = socket.getdefaulttimeout()
-    try:
-        os.makedirs(args.data_dir, exist_ok=True)
-        socket.setdefaulttimeout(30)  # a network that swallows packets must not hang the run
-        with FileLock(os.path.join(args.data_dir, f".{args.dataset}.lock")):
-            build(args.data_dir, download=True)
-    except (OSError, RuntimeError, http.client.HTTPException) as error:
-        raise UserError(
-            f"cannot download {args.dataset} to {args.data_dir} ({one_line(error)}): check the network, "
-            f"copy the files there by hand, or use --dataset shapes, which needs none"
-        ) from None
-    finally:
-        socket.setdefaulttimeout(timeout)
-
-
 def _folder(args):
-    train_dir = os.path.join(args.data_dir, "train")
-    test_dir = next((d for d in (os.path.join(args.data_dir, s) for s in ("val", "test")) if os.path.isdir(d)), None)
-    if not os.path.isdir(train_dir) or test_dir is None:
-        missing = "train/" if not os.path.isdir(train_dir) else "val/ or test/"
-        raise UserError(
-            f"--data-dir {args.data_dir} has no {missing}: expected train/CLASS/*.jpg and val/CLASS/*.jpg "
-            "(or test/); name the folder that holds them with --data-dir"
-        )
-    paths, targets, classes = list_images(train_dir)
-    test_paths, test_targets, test_classes = list_images(test_dir)
-    if classes != test_classes:
-        odd = sorted(set(classes) ^ set(test_classes))[0]
-        only = train_dir if odd in classes else test_dir
-        raise UserError(f"class {odd} is only in {only}: expected the same classes in {train_dir} and {test_dir}")
-    chosen = _choose(len(paths), args.limit)
-    paths, targets = [paths[k] for k in chosen], targets[chosen]
-
-    images, test_images = _load_small(paths), None
-    if images is not None:
-        test_images = _load_small(test_paths)
-    if test_images is not None and images.shape[1:] == test_images.shape[1:]:
-        sets = MemoryImages(images, targets, len(classes)), MemoryImages(test_images, test_targets, len(classes))
-    else:
-        whole = v2.Compose([v2.Resize(CROP * 8 // 7), v2.CenterCrop(CROP)])
-        random = v2.RandomResizedCrop(CROP) if args.augment else whole
-        sets = (
-            FileImages(paths, targets, len(classes), random),
-            FileImages(test_paths, test_targets, len(classes), whole),
-        )
-    return sets
-
-
-def list_images(root):
-    """The image files of an ImageFolder tree: (paths, targets int64 (N,), class names)."""
+    folders = [os.path.join(args.data_dir, split) for split in ("train", "val", "test")]
+    if not os.path.isdir(folders[1]):
+        folders.remove(folders[1])
+    center = v2.Compose([v2.PILToTensor(), v2.Resize(CROP * 8 // 7), v2.CenterCrop(CROP)])
+    random = v2.Compose([v2.PILToTensor(), v2.RandomResizedCrop(CROP)]) if args.augment else center
     try:
-        folder = torchvision.datasets.ImageFolder(root, allow_empty=True)
-    except FileNotFoundError:
-        raise UserError(f"{root} has no class folders: expected {root}/CLASS/*.jpg") from None
-    targets = torch.tensor(folder.targets, dtype=torch.int64)
-    counts = targets.bincount(minlength=len(folder.classes))
-    if not counts.all():
-        empty = os.path.join(root, folder.classes[int(counts.argmin())])
-        raise UserError(f"{empty} has no images (.jpg, .png, ...): put some there or delete the folder")
-    return [path for path, _ in folder.samples], targets, folder.classes
+        train, test = (ImageFolder(f, t, loader=open_image) for f, t in zip(folders, (random, center), strict=False))
+    except FileNotFoundError as error:  # names the folder that is missing, or the class that has no images
+        expected = "expected train/CLASS/*.jpg and val/CLASS/*.jpg (or test/)"
+        raise UserError(f"--data-dir {args.data_dir}: {one_line(error)}; {expected}") from None
+    differences = sorted(set(train.classes) ^ set(test.classes))
+    if differences or len(train.classes) < 2:
+        problem = f"only one of them has the class {differences[0]}" if differences else "they have 1 class"
+        raise UserError(f"{train.root} and {test.root}: {problem}; expected the same classes in both, 2 or more")
+    train.samples = [train.samples[k] for k in _choose(len(train), args.limit)]
+
+    images = _load_small(train)
+    test_images = None if images is None else _load_small(test)
+    if test_images is not None and images.shape[1:] == test_images.shape[1:]:
+        sets = zip((images, test_images), (train, test), strict=True)
+        return tuple(MemoryImages(i, torch.tensor([t for _, t in s.samples]), len(s.classes)) for i, s in sets)
+    for dataset in (train, test):
+        dataset.in_memory, dataset.channels, dataset.image_size = False, 3, (CROP, CROP)
+        dataset.num_classes = len(dataset.classes)
+    return train, test
 
 
-def _load_small(paths):
-    """All images as one uint8 tensor (N, 3, H, W), or None if they are not small or not of one size."""
-    first = _read_with_pillow(paths[0])  # for small files Pillow is twice as fast
-    if max(first.shape) > SMALL_SIDE or len(paths) * first.numel() > SMALL_BYTES:
-        return None
-    images = torch.empty(len(paths), *first.shape, dtype=torch.uint8)
-    for row, path in zip(images, paths, strict=True):
-        image = _read_with_pillow(path)
-        if image.shape != first.shape:
+def _load_small(folder):
+    """Read all images as one uint8 tensor (N, 3, H, W); None if they are not small or not all of one size."""
+    images = None
+    for k, (path, _) in enumerate(folder.samples):
+        image = v2.functional.pil_to_tensor(open_image(path))
+        if images is None:
+            if max(image.shape) > SMALL_SIDE or len(folder) * image.numel() > SMALL_BYTES:
+                return None
+            images = torch.empty(len(folder), *image.shape, dtype=torch.uint8)
+        if image.shape != images[k].shape:
             return None
-        row.copy_(image)
+        images[k] = image
     return images

@@ -1,91 +1,95 @@
-"""What a user sees when something is wrong: one line, and never a traceback for a mistake of theirs."""
+"""Errors as one line: what was found, what was expected, and the command that works."""
 
 import contextlib
 import multiprocessing
 import os
-import signal
+import re
 import sys
-import threading
-import time
+import traceback
 
+import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
-
-from common.distributed import LaunchError, lost_peer
 
 
 class UserError(Exception):
-    """A mistake of the user: one line that says what was found, what was expected and what works."""
+    """A mistake of the user. The message is one line and says what to do."""
+
+    one_line = True
 
 
 @contextlib.contextmanager
 def one_line_errors():
-    """Turn a user's mistake into one line on stderr and exit code 2, the loss of another rank into one and
-    code 1, Ctrl-C into one and code 130."""
+    """Report a user's mistake in one line, with exit code 2.
+
+    Ctrl-C (exit code 130) and the loss of another rank (1) are one line too. Other errors keep their traceback.
+    """
     try:
-        with _ctrl_c_within(1):
-            yield
-    except (UserError, LaunchError) as error:
-        # A DataLoader worker wraps its error into the text of a traceback, whose last line is the message.
-        _fail(2, str(error).splitlines()[-1].rpartition("UserError: ")[-1])
-    except ProcessExitedException as error:  # a child of mp.spawn, which has said why unless it was killed
-        if error.signal_name:
-            _fail(1, f"process {error.error_index} was killed by {error.signal_name}; the others have been ended")
-        sys.exit(error.exit_code)
-    except RuntimeError as error:
-        if reason := lost_peer(error):
-            _fail(1, reason)
-        raise
+        yield
     except KeyboardInterrupt:
-        _stop()
+        _exit_now("stopped by Ctrl-C", 130)
+    except ProcessExitedException as error:  # a process of mp.spawn, which printed its own error unless it was killed
+        killed = f"error: process {error.error_index} was killed by {error.signal_name}; the others were stopped"
+        _exit_now(killed if error.signal_name else None, 1 if error.signal_name else error.exit_code)
+    except Exception as error:
+        message, code = explain(error)
+        has_peers = dist.is_initialized() and dist.get_world_size() > 1
+        if message is None and not has_peers:
+            raise
+        if message is None:
+            traceback.print_exc()
+        if has_peers:  # a normal exit could wait for ranks that wait for this one
+            _exit_now(message and f"error: {message}", code)
+        sys.exit(_print(f"error: {message}") or code)
 
 
-def _fail(code, message):
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
+def explain(error):
+    """Return (message, exit code) of an error. The message is None if the error needs its traceback."""
+    if getattr(error, "one_line", False):
+        # The message of an error in a loader worker is a whole traceback, whose last line is the error.
+        return str(error).splitlines()[-1].rpartition("UserError: ")[-1], 2
+    name = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
+    if name.startswith("SLURM_"):
+        return f"{name} is not set: expected srun to set it; srun --ntasks=2 python {_script()}", 2
+    if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        return f"{name} is not set: expected torchrun to set it; torchrun --nproc-per-node=2 {_script()}", 2
+    return lost_peer(error), 1
+
+
+def lost_peer(error):
+    """Return a message if the error means that another rank exited or cannot be reached, else None."""
+    text = one_line(error)
+    from_gloo = isinstance(error, RuntimeError) and ("/gloo/" in text or "pair closure" in text)
+    from_a_collective = from_gloo or isinstance(error, dist.DistError)
+    if not from_a_collective or not re.search("connect|clos|reset by peer|broken pipe|timed out|remote", text, re.I):
+        return None
+    # NCCL names the cause last; gloo first names a line of its own source.
+    cause = re.sub(r"\[\S*/gloo/\S*\] ?", "", text.rpartition("Last error:")[2]).strip()[:200]
+    remedy = "its own message, or its launcher's, says why; it may stand above"
+    if ("127.0." in text and "refused" in text) or "no route" in text.lower():
+        name = "NCCL_SOCKET_IFNAME" if "NCCL" in text else "GLOO_SOCKET_IFNAME"
+        remedy = f"ranks on several machines need export {name}=... on each, the interface that the others reach"
+    return f"lost another rank ({cause}): {remedy}"
 
 
 def one_line(error):
-    """The text of an exception, on one line."""
+    """Return the text of an exception on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-@contextlib.contextmanager
-def _ctrl_c_within(seconds):
-    """End the process so long after Ctrl-C even if Python has not noticed it by then.
-
-    Python raises KeyboardInterrupt between two of its own instructions, and the backward pass of a large
-    batch is one instruction that takes many seconds. The wake-up pipe is written at once, whatever runs.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def watch():
-        while signal_number := os.read(reader, 1):
-            if signal_number[0] == signal.SIGINT:
-                time.sleep(seconds)
-                _stop()
-        os.close(reader)
-
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(writer)
+def _script():
+    return os.path.basename(sys.argv[0])
 
 
-def _stop():
-    """End at once: Python's own way out waits until every loader worker has finished its batch."""
-    echo = "\n" if sys.stderr.isatty() else ""  # a terminal shows ^C first
-    print(f"{echo}{os.path.basename(sys.argv[0])}: stopped by Ctrl-C", file=sys.stderr, flush=True)
-    kill_workers()
-    os._exit(130)
+def _print(message):
+    print(f"{_script()}: {message}", file=sys.stderr)
 
 
-def kill_workers():
-    """Kill the loader's workers, as this process ends; the DataLoader says nothing of it."""
-    with contextlib.suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, a thread may not set it
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the DataLoader would complain that its workers die
+def _exit_now(message, code):
+    """Print a message, kill the processes that this one started, and exit without cleaning up."""
+    if message:
+        _print(message)
     for child in multiprocessing.active_children():
         child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

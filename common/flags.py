@@ -1,20 +1,17 @@
-"""The flags that all scripts share, checked as far as they can be before anything is loaded."""
+"""The flags that 01 to 05 share, checked before anything is loaded."""
 
 import argparse
 import contextlib
 import math
 import os
-import shutil
-import sys
-import sysconfig
+import re
+import socket
 
 import torch
 
-AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-class BareParser(argparse.ArgumentParser):
-    """An argument parser that shows every default, and whose errors are one line and exit code 2.
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with exit code 2, and whose --help shows the defaults.
 
     Args:
         doc: the docstring of the script, printed by --help.
@@ -22,80 +19,111 @@ class BareParser(argparse.ArgumentParser):
 
     def __init__(self, doc, **options):
         class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-            """Keep the docstring's lines as they are, and show every default."""
+            """Keep the lines of the docstring; show the defaults of flags that have one."""
+
+            def _get_help_string(self, action):
+                has_default = action.default is not None and action.default is not False
+                return super()._get_help_string(action) if has_default else action.help
 
         super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
 
     def convert_arg_line_to_args(self, line):
-        """The flags in a line of a file that is named by @FILE; what follows a # is a comment."""
+        """Return the flags on one line of a file that is named by @FILE. A comment begins with #."""
         return line.partition("#")[0].split()
-
-    def add_machine_flags(self):
-        """Add the flags that say how to compute, not what."""
-        add = self.add_argument
-        add("--amp", choices=tuple(AMP_DTYPES), default="none", help="mixed precision")
-        add("--channels-last", action="store_true", help="keep images as NHWC: faster with --amp on a GPU")
-        add("--compile", action="store_true", help="compile the network with torch.compile")
-
-    def parse_args(self, *args, **kwargs):
-        args = super().parse_args(*args, **kwargs)
-        if args.amp == "fp16" and not torch.accelerator.is_available():
-            self.error("argument --amp: fp16 needs a GPU and there is none here; on a CPU use --amp bf16 or none")
-        if args.compile and not can_compile():
-            install = "xcode-select --install" if sys.platform == "darwin" else "sudo apt-get install g++ python3-dev"
-            self.error(f"argument --compile: no C++ compiler or no Python.h here; {install}, or leave --compile out")
-        for flag, path in (("--log-file", args.log_file), ("--save", getattr(args, "save", None))):
-            if path is not None and (reason := _unwritable(path)):
-                self.error(f"argument {flag}: cannot write {path}: {reason}; name a file in a folder of yours")
-        return args
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
 
 
-class Parser(BareParser):
-    """A parser with the flags that scripts 01 to 05 share."""
+def parse_args(doc):
+    """Parse the flags of 01 and 02, whose docstring is `doc`."""
+    return shared_flags(doc).parse_args()
 
-    def __init__(self, doc):
-        super().__init__(doc)
-        add = self.add_argument
-        datasets = ("shapes", "cifar10", "mnist", "folder")
-        add("--dataset", choices=datasets, default="shapes", help="folder: train/CLASS/*.jpg, test/CLASS/...")
-        add("--data-dir", default="data", metavar="DIR", help="where the files of a dataset lie")
-        add("--download", action="store_true", help="fetch cifar10 or mnist into --data-dir if missing")
-        add("--epochs", type=whole_number(1), default=5, metavar="N", help="passes over the training images")
-        add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images a process a step")
-        add("--lr", type=number(above=0), default=0.01, metavar="RATE", help="learning rate for a global batch of 256")
-        add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr x global batch / 256")
-        add("--warmup-epochs", type=number(), default=0, metavar="N", help="epochs until the rate is at its peak")
-        add("--workers", type=whole_number(0), metavar="N", help="loader processes; automatic: 0 for images in memory")
-        self.add_machine_flags()
-        add("--arch", default="resnet18", metavar="NAME", help="a torchvision network, mnist_net or small_net")
-        add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
-        add("--seed", type=whole_number(0, 2**32), default=0, metavar="N", help="of weights, order, augmentation")
-        add("--limit", type=whole_number(1), metavar="N", help="use N training images only, for a quick try")
-        add("--log-file", metavar="FILE", help="append one JSON line an epoch to FILE")
-        add("--save", metavar="FILE", help="write the trained weights to FILE at the end")
+
+def parse_ddp_args(doc):
+    """Parse the flags of 03 and 05: those of 01, and --sync-bn."""
+    return _ddp_flags(doc).parse_args()
+
+
+def parse_spawn_args(doc):
+    """Parse the flags of 04: those of 03, the number of processes, and the address of rank 0."""
+    parser = _ddp_flags(doc)
+    add, gpus = parser.add_argument, torch.accelerator.device_count()
+    add("--nproc-per-node", type=whole_number(1), default=gpus or 2, metavar="N", help="processes, one per GPU")
+    add("--nodes", type=whole_number(1), default=1, metavar="N", help="number of machines")
+    add("--node-rank", type=whole_number(0), default=0, metavar="N", help="which machine this is, counted from 0")
+    add("--dist-url", metavar="tcp://HOST:PORT", help="the address of rank 0; on one machine, a free port by default")
+    args = parser.parse_args()
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if (count := os.environ.get(name, "")).isdigit() and int(count) > args.nodes:
+            launch = f"srun --ntasks={args.nodes} --ntasks-per-node=1 python" if name.startswith("SLURM") else "python"
+            parser.error(
+                f"{name}={count}: a launcher started {count} copies of a script that starts its own processes, "
+                f"expected one per machine; {launch} {parser.prog}"
+            )
+    if args.node_rank >= args.nodes:
+        limit = args.nodes - 1
+        parser.error(f"--node-rank {args.node_rank} of --nodes {args.nodes}: expected a node rank from 0 to {limit}")
+    if args.dist_url is None and args.nodes > 1:
+        parser.error(f"--nodes {args.nodes} without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0")
+    if args.dist_url is None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            args.dist_url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    if not re.fullmatch(r"tcp://[^/]+:\d+", args.dist_url):
+        parser.error(f"--dist-url {args.dist_url}: expected tcp://HOST:PORT, as in tcp://10.0.0.1:29500")
+    return args
+
+
+def shared_flags(doc):
+    parser = Parser(doc)
+    add = parser.add_argument
+    datasets = ("shapes", "cifar10", "mnist", "folder")
+    add("--dataset", choices=datasets, default="shapes", help="folder: train/CLASS/*.jpg and val/CLASS/*.jpg")
+    add("--data-dir", default="data", metavar="DIR", help="folder of the dataset's files")
+    add("--download", action="store_true", help="download cifar10 or mnist into --data-dir if missing")
+    add("--epochs", type=whole_number(1), default=5, metavar="N", help="passes over the training images")
+    add("--batch-size", type=whole_number(2), default=256, metavar="N", help="images per process and training step")
+    add("--lr", type=number(above=0), default=0.01, metavar="X", help="learning rate for a global batch of 256 images")
+    add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr * global batch / 256")
+    add("--warmup-epochs", type=number(), default=0, metavar="N", help="epochs until the learning rate is reached")
+    workers = min(4, os.cpu_count() or 1)
+    add("--workers", type=whole_number(0), default=workers, metavar="N", help="loader processes for photographs")
+    add("--arch", default="resnet18", metavar="NAME", help="a torchvision model, mnist_net or small_net")
+    add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
+    add("--seed", type=whole_number(0, 2**32), default=0, metavar="N", help="for weights, order and augmentation")
+    add("--limit", type=whole_number(2), metavar="N", help="train on N images only, for a quick try")
+    add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per epoch to FILE")
+    add("--save", type=output_file, metavar="FILE", help="write the trained weights to FILE")
+    return parser
+
+
+def _ddp_flags(doc):
+    parser = shared_flags(doc)
+    parser.add_argument("--sync-bn", action="store_true", help="batch norm over the images of all processes")
+    # torch.distributed.launch passes --local-rank; LOCAL_RANK says the same.
+    parser.add_argument("--local-rank", help=argparse.SUPPRESS)
+    return parser
 
 
 def whole_number(least, most=math.inf):
-    """The type of a flag that takes a whole number from `least` to `most`."""
+    """Return the type of a flag: a whole number from `least` to `most`."""
 
     def parse(text):
         try:
-            number = int(text)
+            value = int(text)
         except ValueError:
-            number = least - 1
-        if not least <= number <= most:
+            value = least - 1
+        if not least <= value <= most:
             limits = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
             raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number {limits}")
-        return number
+        return value
 
     return parse
 
 
 def number(above=None, least=0, below=math.inf):
-    """The type of a flag that takes a finite number: above `above`, or else of at least `least`; and below `below`."""
+    """Return the type of a flag: a number above `above`, or else of at least `least`; and below `below`."""
     limits = f"above {above:g}" if above is not None else f"of {least:g} or more"
     limits += f" and below {below:g}" if below < math.inf else ""
 
@@ -104,30 +132,25 @@ def number(above=None, least=0, below=math.inf):
             value = float(text)
         except ValueError:
             value = math.nan
-        enough = value > above if above is not None else value >= least
-        if not enough or not value < below:
+        if not (value > above if above is not None else value >= least) or not value < below:
             raise argparse.ArgumentTypeError(f"{text!r} given, expected a number {limits}")
         return value
 
     return parse
 
 
-def can_compile():
-    """Whether torch.compile finds what it calls: on Linux $CXX or g++, on a Mac clang++, and Python.h."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    return bool(shutil.which(compiler)) and os.path.exists(sysconfig.get_path("include") + "/Python.h")
-
-
-def _unwritable(path):
-    """Why a file cannot be written, or None. Tried now, not after hours of training."""
-    new = not os.path.exists(path)
+def output_file(path):
+    """The type of a flag that names a file to write. It is tried now, not after hours of training."""
+    is_new = not os.path.exists(path)
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(path, "a"):
             pass
     except OSError as error:
-        return error.strerror
-    if new:
-        with contextlib.suppress(FileNotFoundError):  # another rank, asking the same, was faster
+        raise argparse.ArgumentTypeError(
+            f"cannot write {path}: {error.strerror}; name a file in a folder of yours"
+        ) from None
+    if is_new:
+        with contextlib.suppress(FileNotFoundError):  # another rank checked the same file
             os.remove(path)
-    return None
+    return path

@@ -1,31 +1,31 @@
 """Console lines and run records: what a script prints, and what the charts are drawn from.
 
-A Report also keeps time. The device is synchronised at both ends of an epoch, so seconds are true; the
-first steps of an epoch (compilation, autotuning, workers that start) are left out of images per second;
-evaluation counts in neither.
+A Report only observes: without it a script trains the same model. It waits for the device before it reads the clock,
+so its seconds are true. Images per second leave out the first steps of an epoch (compilation, workers that start) and
+evaluation.
 """
 
 import datetime
 import json
-import math
 import multiprocessing
 import os
 import platform
+import re
 import shlex
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torchvision
 
-from common.distributed import cpu_count
 from common.errors import UserError
 
-PRINT_EVERY = 50  # steps
+PRINT_EVERY = 50  # training steps
 
-# The start of the command: with the number of machines, and of processes on each.
-LAUNCHERS = {
+# How a recorded command starts, given the number of machines and the processes on each.
+COMMANDS = {
     "python": "python",
     "torchrun": "torchrun --nnodes={} --nproc-per-node={}",
     "mp.spawn": "python",
@@ -34,183 +34,162 @@ LAUNCHERS = {
 
 
 class Report:
-    """The lines and records of one run; only rank 0 prints and writes.
+    """The console lines and the records of one run. Only rank 0 prints and writes.
 
     Args:
         args: the shared flags.
         device: torch.device.
-        rank, world_size, local_world_size: int.
-        lr: the learning rate after scaling.
+        local_world_size: int, the processes on this machine.
     """
 
-    def __init__(self, args, device, rank, world_size, local_world_size, lr):
-        self.args, self.device, self.lr = args, device, lr
-        self.is_main = rank == 0
-        self.started = time.perf_counter()
-        self.test_acc = None
+    def __init__(self, args, device, local_world_size=1):
+        self.args, self.device, self.started = args, device, time.perf_counter()
+        self.rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         launcher = launcher_name()
-        start = LAUNCHERS[launcher].format(world_size // local_world_size, local_world_size)
-        self.record = {
-            "script": os.path.basename(sys.argv[0]),
-            "command": f"{start} {shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])}",
+        start = COMMANDS[launcher].format(world_size // local_world_size, local_world_size)
+        script = os.path.basename(sys.argv[0])
+        flags = ("dataset", "data_dir", "limit", "augment", "batch_size", "warmup_epochs", "seed")
+        self.record = {name: getattr(args, name) for name in flags} | environment(device)
+        self.record |= {
+            "script": script,
+            "command": f"{start} {shlex.join([script, *sys.argv[1:]])}",
             "launcher": launcher,
-            "dataset": args.dataset,
-            "data_dir": args.data_dir if args.dataset != "shapes" else None,
-            "limit": args.limit,
-            "augment": args.augment,
             "model": args.arch,
             "world_size": world_size,
             "local_world_size": local_world_size,
-            "backend": dist.get_backend() if dist.is_initialized() else "none",
-            "batch_size": args.batch_size,
             "global_batch": args.batch_size * world_size,
-            "lr": lr,
-            "warmup_epochs": args.warmup_epochs,
-            "amp": args.amp,
-            "channels_last": args.channels_last,
-            "compile": args.compile,
+            "backend": dist.get_backend() if dist.is_initialized() else "none",
+            "amp": "none",
             "sync_bn": getattr(args, "sync_bn", False),
-            "seed": args.seed,
-        } | environment(device)
+        }
         if args.log_file:
             self.record["repeat"] = count_repeats(args.log_file, self.record["command"])
 
     def print(self, line):
-        if self.is_main:
+        if self.rank == 0:
             print(line, flush=True)
 
-    def header(self, net, train_set, test_set):
-        """Print, once a run, everything that decides what it costs and what it gives."""
-        r, args = self.record, self.args
-        weights = sum(p.numel() for p in net.parameters()) / 1e6
+    def header(self, model, train_set, test_set, lr):
+        """Print what decides the cost and the result of a run. `lr` is the learning rate after scaling."""
+        r, args, self.test_images = self.record, self.args, len(test_set)
+        r["lr"] = lr
+        weights = sum(p.numel() for p in model.parameters()) / 1e6
         size = "x".join(str(n) for n in (train_set.channels, *train_set.image_size))
-        held = "in memory" if train_set.in_memory else "read as they come"
-        options = [f"amp {args.amp}", f"seed {args.seed}"]
-        options += ["channels last"] * args.channels_last + ["compiled"] * args.compile
+        storage = "in memory" if train_set.in_memory else "read from files"
+        options = [f"seed {args.seed}"]
         options += [f"{args.warmup_epochs:g} epochs of warm-up"] * (args.warmup_epochs > 0)
-        options += ["synchronised batch norm"] * r["sync_bn"]
-        here = f" ({r['local_world_size']} on this machine)" if r["world_size"] > 1 else ""
-        self.print(
-            f"{r['script']} | started by {r['launcher']} | world size {r['world_size']}{here} | torch {r['torch']}"
-        )
+        options += ["synchronized batch norm"] * r["sync_bn"]
+        local = f" ({r['local_world_size']} on this machine)" if r["world_size"] > 1 else ""
+        started_by = f"started by {r['launcher']} | world size {r['world_size']}{local}"
+        self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
         self.print(f"device: {self.device} ({r['device_name']}, {r['cpu_threads']} CPU threads)")
         self.print(
-            f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, {held}, "
+            f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, {storage}, "
             f"{train_set.num_classes} classes | {args.arch}, {weights:.1f} M weights"
         )
         self.print(
             f"global batch = {args.batch_size} x {r['world_size']} = {r['global_batch']} | "
-            f"lr {args.lr:g} -> {self.lr:g} | {', '.join(options)}"
+            f"lr {args.lr:g} -> {lr:g} | {', '.join(options)}"
         )
 
-    def show_split(self, devices):
-        """Print and record how DataParallel splits a batch, or refuse what it cannot do on several GPUs.
+    def timed(self, loader, epoch):
+        """Yield the batches of a training epoch, and measure how long the loop waits for each.
 
-        Raises:
-            UserError: a flag or a batch size that fails, or silently does something else, in its threads.
+        On a GPU the wait is an upper bound of what data costs: meanwhile the GPU works on earlier steps.
         """
-        size = self.args.batch_size
-        self.record["devices"] = max(1, devices)
-        if devices < 2:
-            self.print(f"DataParallel with {devices} GPU(s): it hands batches on whole, as in 01")
-            return
-        share = math.ceil(size / devices)
-        self.print(f"DataParallel with {devices} GPUs: up to {share} images a step on each")
-        if leaves_one_alone(size, devices):
-            fix = devices * max(2, share)
-            raise UserError(f"--batch-size {size} leaves one of {devices} GPUs a single image: try {fix}")
-        if self.args.amp == "bf16" or self.args.compile:
-            # Its threads know of autocast, but not of its dtype, and run the network uncompiled.
-            raise UserError("DataParallel cannot do --amp bf16 or --compile on several GPUs: use --amp fp16, or 03")
-
-    def batches(self, loader, epoch):
-        """Yield the batches of one training epoch, measuring how long the loop waits for each.
-
-        On a GPU the wait is an upper bound of what data costs: meanwhile the device works on earlier steps.
-        """
-        self.epoch, self.step, self.steps = epoch, 0, len(loader)
-        self.waited, self.images = 0.0, 0
-        self.begin = self.warm = self.line = self._mark()
-        asked = time.perf_counter()
-        iterator = iter(loader)
-        while self.step < self.steps:
-            batch = next(iterator)
-            self.waited += time.perf_counter() - asked
-            self.step, self.images = self.step + 1, self.images + len(batch[1])
-            yield batch
-            if self.step == warmup_steps(self.steps):
-                self.warm = self.line = self._mark()
+        self.epoch, self.steps, self.images, self.waited = epoch, len(loader), 0, 0.0
+        self.totals = [0.0, 0.0, 0.0]
+        self.epoch_start = self.timing_start = self.line_start = self._mark()
+        batches = iter(loader)
+        for step in range(self.steps):
             asked = time.perf_counter()
+            batch = next(batches)
+            self.waited += time.perf_counter() - asked
+            self.images += len(batch[1])
+            yield batch
+            if step + 1 == warmup_steps(self.steps):
+                self.timing_start = self.line_start = self._mark()
 
-    def due(self):
-        """Whether this step gets a line: every 50th, and the last. The same steps on every rank."""
-        return self.step % PRINT_EVERY == 0 or self.step == self.steps
+    def due(self, step):
+        """Return whether this step, counted from 0, gets a line: every 50th and the last. It is the same on every rank."""
+        return (step + 1) % PRINT_EVERY == 0 or step + 1 == self.steps
 
-    def show_step(self, totals):
-        """Print loss and accuracy since the epoch began, and the speed since the line before.
+    def show_step(self, step, totals):
+        """Print loss and accuracy since the start of the epoch, and the speed since the last line.
 
         Args:
-            totals: float (3,) on the device: sum of losses, correct answers, images; over all ranks.
+            step: int, counted from 0.
+            totals: float (3,) on the device: sum of losses, correct answers and images since the last line, over all
+                ranks.
         """
-        loss, correct, seen = totals.tolist()  # note: this waits for the device
-        self.train_loss, self.train_acc = loss / seen, 100 * correct / seen
+        new = totals.tolist()  # note: this waits for the device
+        self.totals = [a + b for a, b in zip(self.totals, new, strict=True)]
+        loss, correct, images = self.totals
+        self.train_loss, self.train_acc = loss / images, 100 * correct / images
         self.print(
-            f"   == step: [{self.step:3}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | "
-            f"loss: {self.train_loss:.3f} | acc: {self.train_acc:6.3f}% | {self._speed(self.line):.0f} img/s"
+            f"   == step: [{step + 1:3}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | "
+            f"loss: {self.train_loss:.3f} | acc: {self.train_acc:6.3f}% | {self._speed(self.line_start):.0f} img/s"
         )
-        self.line = self._mark()
-        if self.step == self.steps:
-            self.seconds, self.images_per_second = self.line[0] - self.begin[0], self._speed(self.warm)
+        self.line_start = self._mark()
+        if step + 1 == self.steps:
+            self.seconds = self.line_start[0] - self.epoch_start[0]
+            self.images_per_second = self._speed(self.timing_start)
 
-    def show_epoch(self, correct, images):
-        """Print the test accuracy of an epoch and write its record.
+    def show_epoch(self, correct):
+        """Print the accuracy on the test set, and write the record of an epoch.
 
         Args:
-            correct: tensor, the number of test images answered right, over all ranks.
-            images: int, the number of test images, over all ranks.
+            correct: tensor, the number of correct answers over all ranks.
         """
-        self.test_acc = 100 * float(correct) / images
+        self.test_acc = 100 * float(correct) / self.test_images
         wait_share = self.waited / self.seconds
         self.print(
             f"   == test: [{self.epoch + 1}/{self.args.epochs}] | acc: {self.test_acc:6.3f}% | "
             f"epoch took {self.seconds:.1f} s, {self.images_per_second:.0f} img/s, "
             f"{100 * wait_share:.1f}% of it waiting for data"
         )
-        if self.args.log_file and self.is_main:
-            measured = {
-                "epoch": self.epoch + 1,
-                "seconds": round(self.seconds, 3),
-                "images_per_second": round(self.images_per_second, 1),
-                "data_wait_share": round(wait_share, 4),
-                "train_loss": round(self.train_loss, 4),
-                "train_acc": round(self.train_acc, 3),
-                "test_acc": round(self.test_acc, 3),
-                "peak_memory_mib": peak_memory() and round(peak_memory() / 2**20),
-            }
+        measured = {"seconds": round(self.seconds, 3), "images_per_second": round(self.images_per_second, 1)}
+        measured |= {"data_wait_share": round(wait_share, 4), "train_loss": round(self.train_loss, 4)}
+        measured |= {"train_acc": round(self.train_acc, 3), "test_acc": round(self.test_acc, 3)}
+        self.write({"epoch": self.epoch + 1} | measured)
+
+    def write(self, measured):
+        """Append one line to --log-file: the settings of the run and what was measured."""
+        if self.args.log_file and self.rank == 0:
+            measured["peak_memory_mib"] = peak_memory() and round(peak_memory() / 2**20)
             with open(self.args.log_file, "a") as file:
                 file.write(json.dumps(self.record | measured) + "\n")
 
     def summary(self):
         """Print the last line of a run."""
+        self.close(f"done: test accuracy {self.test_acc:.2f}% after {self.args.epochs} epochs")
+
+    def close(self, line):
+        """Print a line, and with it the seconds and the memory of the run."""
         memory = f"peak memory {peak_memory() / 2**30:.2f} GiB" if peak_memory() else "peak memory unknown"
         if self.device.type == "cuda":
             memory += f", on the GPU {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
-        outcome = f"test accuracy {self.test_acc:.2f}% after {self.args.epochs} epochs"
-        self.print(f"done: {outcome} | {time.perf_counter() - self.started:.0f} s | {memory}")
+        self.print(f"{line} | {time.perf_counter() - self.started:.0f} s | {memory}")
 
     def _mark(self):
-        """The time, once the device has finished what it was given, and the images of this process so far."""
+        """Return the time when the device has finished its work, and the images of this process so far."""
         synchronize(self.device)
         return time.perf_counter(), self.images
 
-    def _speed(self, since):
-        """Images per second of all processes together since a mark."""
+    def _speed(self, start):
+        """Return the images per second of all processes since a mark."""
         now, images = self._mark()
-        return (images - since[1]) * self.record["world_size"] / (now - since[0])
+        return (images - start[1]) * self.record["world_size"] / (now - start[0])
+
+
+def batch_totals(loss, outputs, targets):
+    """Return float (3,) on the device: sum of losses, correct answers, images of a batch. No step waits for it."""
+    correct = (outputs.argmax(dim=1) == targets).sum()
+    return torch.stack([loss.detach() * len(targets), correct, torch.full_like(loss, len(targets))])
 
 
 def launcher_name():
-    """Who started the processes, one of LAUNCHERS."""
+    """Return what started the processes, one of COMMANDS."""
     if not dist.is_initialized():
         return "python"
     if multiprocessing.parent_process():
@@ -219,27 +198,22 @@ def launcher_name():
 
 
 def synchronize(device):
-    """Wait until the device has finished what it was given; a CPU always has."""
+    """Wait until an accelerator has finished its work. A CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
-def leaves_one_alone(images, devices):
-    """Whether a batch, split over devices as DataParallel splits it, leaves one of them a single image."""
-    return images > 0 and (images - 1) % math.ceil(images / devices) == 0
-
-
 def warmup_steps(steps):
-    """How many of an epoch's steps images per second leave out: 5, or a tenth of a short epoch."""
+    """Return how many steps of an epoch images per second leave out: 5, or a tenth of a short epoch."""
     return min(5, steps // 10)
 
 
 def environment(device):
-    """What a measurement depends on beside its settings: the fields of a record that name hardware and versions."""
+    """Return the fields of a record that name hardware and versions."""
     return {
         "device": device.type,
         "device_name": device_name(device),
-        "cores": cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
@@ -249,35 +223,33 @@ def environment(device):
 
 
 def device_name(device):
-    """The maker's name of a device."""
+    """Return the manufacturer's name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return read_proc("cpuinfo", r"model name\s*: (.*)") or platform.processor() or platform.machine()
 
 
 def peak_memory():
-    """The most memory this process has held, in bytes, its loader workers not counted; None on Windows."""
-    try:
-        with open("/proc/self/status") as file:  # not getrusage, which counts the parent's memory at its start too
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        if sys.platform == "win32":
-            return None
-        import resource
+    """Return the peak memory of this process in bytes, without its loader workers; None where /proc does not say it."""
+    kib = read_proc("self/status", r"VmHWM:\s*(\d+)")
+    return kib and int(kib) * 1024
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+def read_proc(name, pattern):
+    """Return what the group of a pattern matches in a file of /proc, or None."""
+    try:
+        found = re.search(pattern, Path("/proc", name).read_text())
+    except OSError:
+        return None
+    return found and found[1]
 
 
 def count_repeats(log, command):
-    """How often this command stands in a log already."""
+    """Return how many runs of this command a log holds."""
     try:
         with open(log) as file:
             return len({r["started"] for r in map(json.loads, file) if r["command"] == command})
     except FileNotFoundError:
         return 0
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"--log-file {log} holds lines that are no run records: name another file") from None
+        raise UserError(f"--log-file {log} holds lines that are not run records: name another file") from None

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from common.distributed import free_port
-from common.flags import Parser
+from common.flags import shared_flags
 from tools.lab import hosts as hosts_module
 from tools.lab import slurm_cluster as slurm_cluster_module
 
@@ -148,7 +148,7 @@ def parse(monkeypatch, script, *given):
 
 def flags(*given):
     """The shared flags as a script would parse them."""
-    return Parser("").parse_args([str(flag) for flag in given])
+    return shared_flags("").parse_args([str(flag) for flag in given])
 
 
 def write_images(root, split, size, classes=("cat", "dog"), per_class=12, suffix=".png"):

@@ -17,6 +17,7 @@ import torch
 from conftest import ALL_SCRIPTS, ROOT, SCRIPTS, flags, write_images
 from ranks import Ranks
 
+from common import report
 from common.data import build_datasets
 from common.models import build_model
 from tools import steps
@@ -48,8 +49,8 @@ def command(launcher, world_size, folder):
 def unwrapped(folder):
     """03 without DistributedDataParallel."""
     text = (ROOT / "03_mnmc_ddp_launch.py").read_text()
-    assert "DistributedDataParallel(net)" in text
-    (folder / "unwrapped.py").write_text(text.replace("DistributedDataParallel(net)", "net"))
+    assert "DistributedDataParallel(model)" in text
+    (folder / "unwrapped.py").write_text(text.replace("DistributedDataParallel(model)", "model"))
     return str(folder / "unwrapped.py")
 
 
@@ -186,6 +187,40 @@ def test_1003_test_images_are_counted_once_each_on_any_number_of_processes(world
     ranks = Ranks(tmp_path, world_size, given, script="03_mnmc_ddp_launch.py")
     assert set(ranks.wait()) == {0}, ranks.output()
     assert json.loads(log.read_text())["test_acc"] == round(100 * correct / 1003, 3)
+
+
+class NoReport:
+    """Takes the place of Report and does nothing."""
+
+    def __init__(self, *args):
+        pass
+
+    def timed(self, loader, epoch):
+        return loader
+
+    def due(self, step):
+        return False
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+def without_report(rank):
+    report.Report = NoReport
+
+
+@pytest.mark.parametrize(("script", "world_size"), [("01_snsc.py", 1), ("03_mnmc_ddp_launch.py", 2)])
+def test_a_script_trains_to_the_same_weights_without_its_report(folder, tmp_path, script, world_size):
+    weights = []
+    for name, prepare in (("with", None), ("without", without_report)):
+        (tmp_path / name).mkdir()
+        given = ["--dataset", "folder", "--data-dir", folder, "--epochs", 2, "--arch", "mnist_net"]
+        ranks = Ranks(tmp_path / name, world_size, [*given, "--save", tmp_path / name / "model.pt"], script=script,
+                      prepare=prepare)  # fmt: skip
+        assert set(ranks.wait()) == {0}, ranks.output()
+        assert ("done: test accuracy" in ranks.output()) == (name == "with")
+        weights.append(torch.load(tmp_path / name / "model.pt", weights_only=True))
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
 # The steps from script to script

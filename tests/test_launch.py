@@ -115,36 +115,6 @@ def test_no_thread_of_gloo_outlives_the_process_group(copy):
             assert out.splitlines()[-1].startswith("1 "), out
 
 
-FIRST = """\
-import datetime, os, sys, time
-from distributed import cleaned_up, local_main_first, setup_distributed
-
-@cleaned_up()
-def main():
-    d = setup_distributed(timeout=datetime.timedelta(seconds=5))
-    with local_main_first(d.local_rank):
-        found = os.path.exists("file")
-        time.sleep(1)
-        open("file", "w").close()
-        if "fail" in sys.argv and d.local_rank == 0:
-            time.sleep(8)  # longer than collectives may take
-            raise OSError("disk full")
-    print(f"{d.local_rank} {found}\\n", end="")
-
-main()
-"""
-
-
-def test_one_process_of_a_machine_goes_first_even_if_it_fails(copy):
-    (copy / "first.py").write_text(FIRST)
-    code, out, err = finished(started(copy, *TORCHRUN, "first.py"))
-    assert code == 0, err
-    assert sorted(out.split("\n")) == ["", "0 False", "1 True"]
-    code, _, err = finished(started(copy, *TORCHRUN, "first.py", "fail"), timeout=40)
-    assert code == 1 and "OSError: disk full" in err
-    assert "RuntimeError: the first process of a machine failed, and its message says why" in err
-
-
 # They end
 
 
@@ -222,13 +192,13 @@ def test_a_mistake_is_a_line_from_every_process_and_no_traceback_of_ours(launche
 def test_03_without_torchrun_says_how_to_start_it(small_folder):
     code, _, err = finished(start("03_mnmc_ddp_launch.py"))
     assert code == 2 and len(err.splitlines()) == 1
-    assert "WORLD_SIZE is not set: expected torchrun to set it; torchrun --nproc-per-node=2 03_mnmc_ddp" in err
+    assert "RANK is not set: expected torchrun to set it; torchrun --nproc-per-node=2 03_mnmc_ddp" in err
 
 
 def test_05_without_srun_says_how_to_start_it():
     code, _, err = finished(start("05_mnmc_ddp_slurm.py"))
     assert code == 2 and len(err.splitlines()) == 1
-    assert "SLURM_STEP_NUM_TASKS is not set: expected srun to set it; srun --ntasks=2 python 05_mnmc_ddp" in err
+    assert "SLURM_PROCID is not set: expected srun to set it; srun --ntasks=2 python 05_mnmc_ddp" in err
 
 
 @pytest.mark.parametrize(
@@ -236,11 +206,11 @@ def test_05_without_srun_says_how_to_start_it():
     [
         (["--nodes", 2, "--node-rank", 2], {}, "--node-rank 2 of --nodes 2: expected a node rank from 0 to 1"),
         (["--nodes", 2], {}, "--nodes 2 without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0"),
-        (["--dist-url", "localhost:1"], {}, "'localhost:1': expected tcp://HOST:PORT"),
+        (["--dist-url", "localhost:1"], {}, "--dist-url localhost:1: expected tcp://HOST:PORT"),
         (["--nproc-per-node", 0], {}, "argument --nproc-per-node: '0' given, expected a whole number of 1 or more"),
-        ([], {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}, "RANK=1: torchrun has started a script that starts"),
-        ([], {"SLURM_STEP_NUM_TASKS": 2}, "SLURM_STEP_NUM_TASKS=2: srun has started so many of a script that starts"),
-        ([], {"OMPI_COMM_WORLD_SIZE": 2}, "OMPI_COMM_WORLD_SIZE=2: mpirun has started so many of a script that starts"),
+        ([], {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}, "WORLD_SIZE=2: a launcher started 2 copies of a script"),
+        ([], {"SLURM_STEP_NUM_TASKS": 2}, "SLURM_STEP_NUM_TASKS=2: a launcher started 2 copies of a script that"),
+        ([], {"OMPI_COMM_WORLD_SIZE": 2}, "OMPI_COMM_WORLD_SIZE=2: a launcher started 2 copies of a script that"),
     ],
 )  # fmt: skip
 def test_04_refuses_what_cannot_work_before_it_starts_processes(run, monkeypatch, given, variables, expected):
@@ -252,25 +222,15 @@ def test_04_refuses_what_cannot_work_before_it_starts_processes(run, monkeypatch
     assert end.err.startswith("04_mnmc_ddp_mp.py: error: ") and expected in end.err
 
 
-def test_two_machines_with_one_node_rank_are_told_so(small_folder):
-    url = f"tcp://localhost:{free_port()}"
-    given = ["--nodes=3", "--node-rank=1", "--nproc-per-node=1", "--dist-url", url, *QUICK, small_folder]
-    first = start("04_mnmc_ddp_mp.py", *given)
-    second = start("04_mnmc_ddp_mp.py", *given)
-    zero = start("04_mnmc_ddp_mp.py", *given, "--node-rank=0")
-    for code, _, err in (finished(process) for process in (first, second, zero)):
-        assert code == 2 and "error: rank 1 is there twice" in err and "a node rank of its own" in err
-
-
 # On two hosts, by the commands of the docstrings
 
 
 def command_of(script, node_rank, folder):
     """The command for two machines in a docstring, as it is for one of them."""
     text = (ROOT / script).read_text()
-    command = next(line for line in text.splitlines() if "10.0.0.1" in line).strip()
-    assert command.count("10.0.0.1") == 1 and "node-rank=0" in command
-    command = command.replace("10.0.0.1", "10.77.0.1").replace("node-rank=0", f"node-rank={node_rank}")
+    command = next(line for line in text.splitlines() if "node-rank=0" in line).strip()
+    assert command.count("host1") == 1
+    command = command.replace("node-rank=0", f"node-rank={node_rank}")
     return [*command.split(), *map(str, [*QUICK, folder, "--epochs", 2])]
 
 

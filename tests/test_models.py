@@ -1,4 +1,4 @@
-"""Networks by name."""
+"""Models by name."""
 
 import pytest
 import torch
@@ -14,63 +14,52 @@ def images(channels, size, classes=10):
     return MemoryImages(pixels, torch.zeros(4, dtype=torch.int64), num_classes=classes)
 
 
-def test_mnist_net_is_the_network_of_the_mnist_examples():
-    net = MnistNet()
-    assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+def test_mnist_net_is_the_model_of_the_mnist_examples():
+    model = MnistNet()
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     weights = (9 * 32 + 32) + (9 * 32 * 64 + 64) + (9216 * 128 + 128) + (128 * 10 + 10)
-    assert sum(p.numel() for p in net.parameters()) == weights == 1_199_882
+    assert sum(p.numel() for p in model.parameters()) == weights == 1_199_882
 
 
 @pytest.mark.parametrize("arch", ["mnist_net", "small_net", "resnet18", "mobilenet_v3_small"])
 @pytest.mark.parametrize(("channels", "size"), [(1, (28, 28)), (3, (32, 48))])
-def test_networks_fit_the_channels_and_classes_of_a_dataset(arch, channels, size):
-    net = build_model(flags("--arch", arch), images(channels, size, classes=7))
-    assert net.training
-    assert net(torch.rand(2, channels, *size)).shape == (2, 7)
+def test_models_fit_the_channels_and_classes_of_a_dataset(arch, channels, size):
+    model = build_model(flags("--arch", arch), images(channels, size, classes=7))
+    assert model.training
+    assert model(torch.rand(2, channels, *size)).shape == (2, 7)
 
 
 def test_the_last_batch_norms_of_small_net_see_one_value_of_each_image():
-    net = SmallNet()
+    model = SmallNet()
     sizes = []
-    for layer in net:
+    for layer in model:
         if isinstance(layer, torch.nn.BatchNorm2d):
             layer.register_forward_hook(lambda _, given, out: sizes.append(tuple(given[0].shape[2:])))
-    assert net(torch.zeros(4, 3, 32, 32)).shape == (4, 10)
+    assert model(torch.zeros(4, 3, 32, 32)).shape == (4, 10)
     assert sizes == [(16, 16), (8, 8), (4, 4), (2, 2), (1, 1)]
-    assert sum(p.numel() for p in net.parameters()) == 246_682
+    assert sum(p.numel() for p in model.parameters()) == 246_682
 
 
 @pytest.mark.parametrize("arch", ["googlenet", "inception_v3"])
-def test_networks_with_a_second_output_give_only_the_first(arch):
-    net = build_model(flags("--arch", arch), images(3, (96, 96)))
-    assert net(torch.rand(2, 3, 96, 96)).shape == (2, 10)
+def test_models_with_a_second_output_give_only_the_first(arch):
+    model = build_model(flags("--arch", arch), images(3, (96, 96)))
+    assert model(torch.rand(2, 3, 96, 96)).shape == (2, 10)
 
 
-def test_a_stem_for_grey_images_keeps_the_rest_of_the_network():
+def test_a_stem_for_grey_images_keeps_the_rest_of_the_model():
     torch.manual_seed(0)
     colour = build_model(flags(), images(3, (32, 32))).state_dict()
     grey = build_model(flags(), images(1, (28, 28))).state_dict()
     assert {k for k in colour if colour[k].shape != grey[k].shape} == {"conv1.weight"}
 
 
-def test_an_unknown_network_is_answered_with_names_like_it():
-    with pytest.raises(UserError, match=r"--arch resnet81: no such network.*resnet18"):
+def test_an_unknown_model_is_answered_with_names_that_work():
+    with pytest.raises(UserError, match=r"--arch resnet81: no such model in torchvision; try resnet18"):
         build_model(flags("--arch", "resnet81"), images(3, (32, 32)))
 
 
 @pytest.mark.parametrize("arch", ["alexnet", "vit_b_16"])
-def test_a_network_made_for_larger_images_says_so_in_one_line(arch):
+def test_a_model_made_for_larger_images_says_so_in_one_line(arch):
     with pytest.raises(UserError, match=rf"--arch {arch} cannot take 32x32 images \(.+\); try resnet18") as caught:
         build_model(flags("--arch", arch), images(3, (32, 32)))
     assert "\n" not in str(caught.value)
-
-
-def test_batches_of_one_image_are_refused_for_a_network_with_batch_norm_only():
-    with pytest.raises(UserError, match="--batch-size 1: resnet18 has batch norm"):
-        build_model(flags("--batch-size", 1), images(3, (32, 32)))
-    build_model(flags("--batch-size", 1, "--arch", "mnist_net"), images(3, (32, 32)))
-
-
-def test_channels_last_is_the_layout_of_the_weights():
-    net = build_model(flags("--channels-last"), images(3, (32, 32)))
-    assert net.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)

@@ -9,8 +9,7 @@ from conftest import flags
 
 from common import report as report_module
 from common.data import MemoryImages
-from common.errors import UserError
-from common.report import Report, leaves_one_alone
+from common.report import Report
 
 DESIGN = {
     *(
@@ -27,6 +26,9 @@ DESIGN = {
     *("batch_size", "global_batch", "lr", "amp", "sync_bn", "seed", "epoch", "seconds", "images_per_second"),
     *("data_wait_share", "train_loss", "train_acc", "test_acc", "torch", "torchvision", "python", "started", "repeat"),
 }
+
+
+DATASET = MemoryImages(torch.zeros(100, 3, 8, 8, dtype=torch.uint8), torch.zeros(100, dtype=torch.int64), 10)
 
 
 class Clock:
@@ -61,18 +63,21 @@ def clock(monkeypatch):
 
 
 def make(*given, rank=0, world_size=1):
-    args = flags(*given)
-    return Report(args, torch.device("cpu"), rank, world_size, world_size, lr=args.lr * world_size)
+    report = Report(flags(*given), torch.device("cpu"), local_world_size=1)
+    report.rank, report.test_images = rank, 100
+    report.record |= {"world_size": world_size, "global_batch": report.args.batch_size * world_size}
+    return report
 
 
 def train_epoch(report, clock, steps, wait, seconds_of_step):
     """Go through an epoch whose k-th step takes seconds_of_step(k); every image costs 2.0 and half are right."""
     totals = torch.zeros(3)
-    for k, (_, targets) in enumerate(report.batches(Loader(clock, steps, wait), epoch=0), start=1):
-        clock.now += seconds_of_step(k)
+    for step, (_, targets) in enumerate(report.timed(Loader(clock, steps, wait), epoch=0)):
+        clock.now += seconds_of_step(step + 1)
         totals += torch.tensor([2.0 * len(targets), 0.5 * len(targets), len(targets)])
-        if report.due():
-            report.show_step(totals)
+        if report.due(step):
+            report.show_step(step, totals)
+            totals.zero_()
 
 
 def test_step_lines_keep_the_established_form(clock, capsys):
@@ -89,28 +94,6 @@ def test_warm_up_steps_count_in_seconds_but_not_in_images_per_second(clock):
     assert report.seconds == pytest.approx(5 * 10 + 95 * 0.1)
 
 
-def test_dataparallel_refuses_what_fails_on_several_gpus(clock, capsys):
-    report = make("--batch-size", 256)
-    report.show_split(3)
-    assert "DataParallel with 3 GPUs: up to 86 images a step on each" in capsys.readouterr().out
-    assert report.record["devices"] == 3
-    for size, devices, fix in ((8, 8, 16), (9, 8, 16), (5, 4, 8), (3, 2, 4)):
-        with pytest.raises(UserError, match=f"--batch-size {size} leaves one of {devices} GPUs a single .*try {fix}"):
-            make("--batch-size", size).show_split(devices)
-    for given in (["--amp", "bf16"], ["--compile"]):
-        make(*given).show_split(1)
-        with pytest.raises(UserError, match="cannot do --amp bf16 or --compile on several GPUs"):
-            make(*given).show_split(2)
-
-
-@pytest.mark.parametrize("devices", range(1, 9))
-def test_a_lonely_image_is_found_as_dataparallel_splits_a_batch(devices):
-    for images in range(1, 40):
-        chunks = torch.arange(images).chunk(devices)
-        assert leaves_one_alone(images, devices) == any(len(chunk) == 1 for chunk in chunks), images
-    assert not leaves_one_alone(0, devices)
-
-
 def test_a_short_epoch_is_not_all_warm_up(clock):
     report = make()
     train_epoch(report, clock, steps=3, wait=0.0, seconds_of_step=lambda k: 0.1)
@@ -120,7 +103,7 @@ def test_a_short_epoch_is_not_all_warm_up(clock):
 def test_the_share_of_time_spent_waiting_for_data_is_reported(clock, capsys):
     report = make()
     train_epoch(report, clock, steps=100, wait=0.03, seconds_of_step=lambda k: 0.07)
-    report.show_epoch(torch.tensor(55), 100)
+    report.show_epoch(torch.tensor(55))
     assert "acc: 55.000% | epoch took 10.0 s, 100 img/s, 30.0% of it waiting for data" in capsys.readouterr().out
 
 
@@ -136,9 +119,10 @@ def test_the_device_is_synchronised_before_the_clock_is_read(clock, monkeypatch)
 def test_records_hold_what_the_design_asks_for(clock, tmp_path):
     log = tmp_path / "run.jsonl"
     report = make("--log-file", log)
+    report.header(torch.nn.Linear(1, 1), DATASET, DATASET, lr=0.01)
     for _ in range(2):
         train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
-        report.show_epoch(torch.tensor(25), 100)
+        report.show_epoch(torch.tensor(25))
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(records) == 2 and set(records[0]) >= DESIGN
     assert records[0]["train_loss"] == 2.0 and records[0]["train_acc"] == 50.0 and records[0]["test_acc"] == 25.0
@@ -151,7 +135,7 @@ def test_the_repeats_of_a_command_are_counted(clock, tmp_path, monkeypatch):
         report = make("--log-file", log)
         report.record["started"] = str(repeat)
         train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
-        report.show_epoch(torch.tensor(25), 100)
+        report.show_epoch(torch.tensor(25))
     assert [json.loads(line)["repeat"] for line in log.read_text().splitlines()] == [0, 1, 2]
 
 
@@ -159,16 +143,14 @@ def test_only_rank_0_prints_and_writes(clock, tmp_path, capsys):
     log = tmp_path / "run.jsonl"
     report = make("--log-file", log, rank=1, world_size=2)
     train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
-    report.show_epoch(torch.tensor(25), 100)
+    report.show_epoch(torch.tensor(25))
     report.summary()
     assert capsys.readouterr().out == "" and not log.exists()
 
 
 def test_the_header_shows_how_batch_and_rate_come_about(capsys):
     report = make("--batch-size", 256, world_size=4)
-    images = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
-    dataset = MemoryImages(images, torch.zeros(8, dtype=torch.int64), num_classes=10)
-    report.header(torch.nn.Linear(1000, 1000), dataset, dataset)
+    report.header(torch.nn.Linear(1000, 1000), DATASET, DATASET, lr=0.04)
     out = capsys.readouterr().out
     assert "global batch = 256 x 4 = 1024 | lr 0.01 -> 0.04" in out
     assert re.search(r"started by python \| world size 4", out) and "resnet18, 1.0 M weights" in out

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -16,7 +15,6 @@ import torchvision
 from conftest import IN_PROCESS, QUICK, ROOT, flags, needs_gpu, needs_gpus, start, write_images
 
 from common.data import build_datasets
-from common.flags import can_compile
 from common.models import MnistNet
 
 
@@ -61,7 +59,7 @@ def test_a_folder_of_large_images_is_trained_on_with_workers(run, large_folder):
     given = ["--dataset", "folder", "--data-dir", large_folder, "--batch-size", 8, "--workers", 2]
     end = run("01_snsc.py", *given, "--epochs", 1, "--lr-scaling", "none")
     assert end.code == 0
-    assert "24 train and 8 test images of 3x224x224, read as they come, 2 classes" in end.out
+    assert "24 train and 8 test images of 3x224x224, read from files, 2 classes" in end.out
     assert "step: [  3/3] [1/1]" in end.out
 
 
@@ -99,7 +97,7 @@ def test_dataparallel_without_gpus_trains_exactly_as_01_and_says_so(run, small_f
     plain = run("01_snsc.py", *given, tmp_path / "01.pt")
     parallel = run("02_snmc_dp.py", *given, tmp_path / "02.pt")
     assert losses(plain.out) == losses(parallel.out)
-    assert "\nDataParallel with 0 GPU(s): it hands batches on whole, as in 01\n" in parallel.out
+    assert "\nDataParallel over 0 GPUs\n" in parallel.out
     one, two = (torch.load(tmp_path / f"0{k}.pt", weights_only=True) for k in (1, 2))
     assert one.keys() == two.keys(), "no module. in front of a name"
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -114,29 +112,6 @@ def test_the_saved_weights_fit_torchvisions_own_network(run, small_folder, tmp_p
 # Their options
 
 
-def test_bfloat16_and_channels_last_change_how_and_not_what_is_learned(run, small_folder):
-    given = [*QUICK, small_folder, "--arch", "resnet18", "--epochs", 1, "--no-augment"]
-    plain = run("01_snsc.py", *given)
-    mixed = run("01_snsc.py", *given, "--amp", "bf16", "--channels-last")
-    assert mixed.code == 0 and "amp bf16, seed 0, channels last" in mixed.out
-    assert losses(mixed.out) == pytest.approx(losses(plain.out), rel=0.03)
-    assert losses(mixed.out) != losses(plain.out)
-
-
-@pytest.mark.skipif(not can_compile(), reason="needs a C++ compiler and Python's headers")
-@pytest.mark.parametrize("script", IN_PROCESS)
-def test_a_compiled_network_learns_the_same(run, small_folder, tmp_path, script):
-    given = [*QUICK, small_folder, "--epochs", 1, "--save"]
-    torch._dynamo.reset()  # or the graphs of another test may serve
-    torch._dynamo.utils.counters.clear()
-    plain = run(script, *given, tmp_path / "plain.pt")
-    compiled = run(script, *given, tmp_path / "compiled.pt", "--compile")
-    assert compiled.code == 0 and torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    assert losses(compiled.out) == pytest.approx(losses(plain.out), rel=0.05)  # dropout draws differ
-    one, two = (torch.load(tmp_path / f"{k}.pt", weights_only=True) for k in ("plain", "compiled"))
-    assert one.keys() == two.keys(), "no _orig_mod. in front of a name"
-
-
 def test_the_learning_rate_follows_the_batch_size_unless_told_not_to(run, small_folder):
     assert "lr 0.01 -> 0.0003125" in run("01_snsc.py", *QUICK, small_folder).out
     assert "lr 0.01 -> 0.01" in run("01_snsc.py", *QUICK, small_folder, "--lr-scaling", "none").out
@@ -149,7 +124,7 @@ def test_the_learning_rate_climbs_to_its_peak_in_the_warm_up(run, small_folder, 
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self)))
     given = [*QUICK, small_folder, "--lr", 0.3, "--lr-scaling", "none", "--epochs", 2]
     end = run(script, *given, "--warmup-epochs", 1.3)  # 4 of 6 steps
-    assert "lr 0.3 -> 0.3 | amp none, seed 0, 1.3 epochs of warm-up\n" in end.out
+    assert "lr 0.3 -> 0.3 | seed 0, 1.3 epochs of warm-up\n" in end.out
     assert rates == pytest.approx([0.075, 0.15, 0.225, 0.3, 0.3, 0.3])
     del rates[:]
     assert "warm-up" not in run(script, *given).out and rates == [0.3] * 6
@@ -157,16 +132,15 @@ def test_the_learning_rate_climbs_to_its_peak_in_the_warm_up(run, small_folder, 
 
 @needs_gpu
 def test_a_gpu_is_used_where_there_is_one(run, small_folder):
-    for amp in ("none", "bf16", "fp16"):
-        end = run("01_snsc.py", *QUICK, small_folder, "--epochs", 1, "--amp", amp, "--channels-last")
-        assert end.code == 0 and "device: cuda" in end.out and "on the GPU" in end.out
+    end = run("01_snsc.py", *QUICK, small_folder, "--epochs", 1)
+    assert end.code == 0 and "device: cuda" in end.out and "on the GPU" in end.out
 
 
 @needs_gpus
 def test_dataparallel_splits_batches_over_the_gpus(run, small_folder):
     gpus = torch.cuda.device_count()
     end = run("02_snmc_dp.py", *QUICK, small_folder)
-    assert end.code == 0 and f"DataParallel with {gpus} GPUs: up to {math.ceil(8 / gpus)} images a step" in end.out
+    assert end.code == 0 and f"DataParallel over {gpus} GPUs" in end.out
 
 
 # They fail in one line
@@ -200,31 +174,29 @@ def write_text(folder):
     ("given", "expected"),
     [
         (["--dataset", "imagenet21k"], "argument --dataset: invalid choice: 'imagenet21k'"),
-        (["--dataset", "folder", "--data-dir", "FOLDER", break_train], "has no train/: expected train/CLASS/*.jpg"),
-        (["--dataset", "folder", "--data-dir", "FOLDER", empty_class], "train/empty has no images"),
-        (["--dataset", "folder", "--data-dir", "FOLDER", truncate], "train/dog/003.png is no readable image"),
-        (["--dataset", "folder", "--data-dir", "FOLDER", write_text], "test/cat/notes.jpg is no readable image"),
-        (["--dataset", "folder", "--data-dir", "FOLDER", one_class], "1 class in FOLDER/train: expected 2 or more"),
-        (["--log-file", ROOT / "Makefile"], "Makefile holds lines that are no run records: name another file"),
+        (["--dataset", "folder", "--data-dir", "FOLDER", break_train], "FOLDER/train'; expected train/CLASS/*.jpg"),
+        (["--dataset", "folder", "--data-dir", "FOLDER", empty_class], "no valid file for the classes empty"),
+        (["--dataset", "folder", "--data-dir", "FOLDER", truncate], "train/dog/003.png cannot be read as an image"),
+        (["--dataset", "folder", "--data-dir", "FOLDER", write_text], "test/cat/notes.jpg cannot be read as an image"),
+        (
+            ["--dataset", "folder", "--data-dir", "FOLDER", one_class],
+            "FOLDER/train and FOLDER/test: they have 1 class; expected the same",
+        ),
+        (["--log-file", ROOT / "Makefile"], "Makefile holds lines that are not run records: name another file"),
         (["--seed", 2**33], "argument --seed: '8589934592' given, expected a whole number from 0 to 4294967296"),
-        (["--dataset", "cifar10", "--data-dir", "FOLDER"], "cifar10 is not in FOLDER, or not whole: add --download"),
-        (["--dataset", "mnist", "--data-dir", "FOLDER"], "mnist is not in FOLDER, or not whole: add --download"),
-        (["--batch-size", 0], "argument --batch-size: '0' given, expected a whole number of 1 or more"),
+        (["--dataset", "cifar10", "--data-dir", "FOLDER"], "cannot read cifar10 in FOLDER (Dataset not found"),
+        (["--dataset", "mnist", "--data-dir", "FOLDER"], "cannot read mnist in FOLDER (Dataset not found"),
+        (["--batch-size", 0], "argument --batch-size: '0' given, expected a whole number of 2 or more"),
         (["--epochs", 0], "argument --epochs: '0' given, expected a whole number of 1 or more"),
         (["--epochs", "many"], "argument --epochs: 'many' given, expected a whole number of 1 or more"),
-        (["--limit", 0], "argument --limit: '0' given, expected a whole number of 1 or more"),
-        (["--limit", 1], "1 training image: expected 2 or more"),
+        (["--limit", 0], "argument --limit: '0' given, expected a whole number of 2 or more"),
+        (["--limit", 1], "argument --limit: '1' given, expected a whole number of 2 or more"),
         (["--lr", "-0.1"], "argument --lr: '-0.1' given, expected a number above 0"),
         (["--lr", "nan"], "argument --lr: 'nan' given, expected a number above 0"),
-        (["--arch", "resnet19"], "--arch resnet19: no such network in torchvision; did you mean resnet1"),
+        (["--arch", "resnet19"], "--arch resnet19: no such model in torchvision; try resnet18"),
         (["--log-file", "FOLDER/train/cat/000.png/log.jsonl"], "argument --log-file: cannot write"),
         (["--save", "/proc/no/net.pt"], "argument --save: cannot write"),
         (["--learning-rate", 1], "unrecognized arguments: --learning-rate 1"),
-        pytest.param(
-            ["--amp", "fp16"],
-            "argument --amp: fp16 needs a GPU and there is none here; on a CPU use --amp bf16",
-            marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without a GPU"),
-        ),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(getattr(v, "__name__", str(v)) for v in value),
 )
@@ -237,18 +209,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, small_folder, script, given,
     assert end.err.startswith(f"{script}: error: ") and expected.replace("FOLDER", str(small_folder)) in end.err
 
 
-def test_compiling_without_a_compiler_is_one_line(run, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    end = run("01_snsc.py", "--compile")
-    assert end.code == 2 and "argument --compile: no C++ compiler or no Python.h here; " in end.err
-
-
 def test_a_damaged_image_found_in_mid_run_is_one_line(large_folder):
     (large_folder / "train" / "dog" / "003.jpg").write_bytes(b"\xff\xd8 nothing")
     process = start("01_snsc.py", "--dataset", "folder", "--data-dir", large_folder, "--workers", 2)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2 and len(err.splitlines()) == 1
-    assert err.startswith("01_snsc.py: error: ") and "dog/003.jpg is no readable image" in err
+    assert err.startswith("01_snsc.py: error: ") and "dog/003.jpg cannot be read as an image" in err
 
 
 # Ctrl-C
@@ -285,13 +251,3 @@ def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_workers(tmp_path, to, bat
     while session_members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert session_members(process.pid) == []
-
-
-def test_ctrl_c_is_noticed_while_python_is_deaf_to_it():
-    code = "from common.errors import one_line_errors; import hashlib\nwith one_line_errors(): print(flush=True); "
-    code += "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**30)"  # one call of many minutes
-    process = start("-c", code)
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err.strip().endswith("stopped by Ctrl-C")

@@ -7,7 +7,7 @@ from conftest import needs_gpu
 from torch import nn
 
 from common.distributed import cleaned_up, free_port
-from common.models import SyncBatchNorm, convert_sync_batchnorm
+from common.syncbn import SyncBatchNorm, convert_sync_batchnorm
 
 CHANNELS = 6
 

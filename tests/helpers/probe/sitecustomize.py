@@ -35,15 +35,15 @@ def loss(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
 
 
 def build(args, dataset, original=models.build_model):
-    net, dtype = original(args, dataset), getattr(torch, os.environ.get("PROBE_DTYPE", "float32"))
+    model, dtype = original(args, dataset), getattr(torch, os.environ.get("PROBE_DTYPE", "float32"))
 
-    def before(net, images):
-        if not net.training:
-            tell(statistics=sum(buffer.double().sum().item() for buffer in net.buffers()))
+    def before(model, images):
+        if not model.training:
+            tell(statistics=sum(buffer.double().sum().item() for buffer in model.buffers()))
         return images[0].to(dtype)
 
-    net.register_forward_pre_hook(before)
-    return net.to(dtype)
+    model.register_forward_pre_hook(before)
+    return model.to(dtype)
 
 
 def convolve(self, images, weight, bias, original=torch.nn.Conv2d._conv_forward):
