@@ -111,7 +111,7 @@ class Report:
                 self.timing_start = self.line_start = self._mark()
 
     def due(self, step):
-        """Return whether this step, counted from 0, gets a line: every 50th and the last. It is the same on every rank."""
+        """Return whether a step, counted from 0, gets a line: every 50th and the last, the same on every rank."""
         return (step + 1) % PRINT_EVERY == 0 or step + 1 == self.steps
 
     def show_step(self, step, totals):

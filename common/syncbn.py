@@ -28,7 +28,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
 
     @classmethod
     def like(cls, norm):
-        """Return a SyncBatchNorm with the weights, the running statistics and the settings of an ordinary batch norm."""
+        """Return a SyncBatchNorm with the weights, running statistics and settings of an ordinary batch norm."""
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         for tensor in norm.state_dict().values():  # none, if it has neither weights nor statistics
             new.to(tensor.device, tensor.dtype if tensor.is_floating_point() else None)

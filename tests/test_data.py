@@ -245,7 +245,7 @@ def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(k) for k in range(10)]}))
     given = flags("--dataset", "cifar10", "--data-dir", tmp_path)
     with pytest.raises(
-        UserError, match="cannot read cifar10 .*add --download"
+        UserError, match=r"cannot read cifar10 .*add --download"
     ):  # torchvision knows the real files' md5
         data.build_datasets(given)
 
@@ -279,7 +279,7 @@ def test_damaged_mnist_files_are_reported_in_one_line(tmp_path):
     write_mnist(raw, 30)
     images = raw / "train-images-idx3-ubyte"
     images.write_bytes(images.read_bytes()[:1000])
-    with pytest.raises(UserError, match="cannot read mnist .*delete the files and add --download"):
+    with pytest.raises(UserError, match=r"cannot read mnist .*delete the files and add --download"):
         data.build_datasets(flags("--dataset", "mnist", "--data-dir", tmp_path))
 
 
