@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
 from common.distributed import free_port
@@ -64,6 +65,8 @@ def run(monkeypatch, capfd):
             runpy.run_path(script, run_name="__main__")
         except SystemExit as end:
             code = end.code
+        if dist.is_initialized():  # after an error
+            dist.destroy_process_group()
         out, err = capfd.readouterr()
         return SimpleNamespace(code=code, out=out, err=err)
 
