@@ -95,7 +95,7 @@ def test_make_charts_leaves_out_what_a_machine_has_not_recorded():
     end = subprocess.run(["make", "charts", "MACHINE=nobody"], cwd=ROOT, capture_output=True, text=True)
     assert end.returncode == 2 and "nothing in results/ for MACHINE=nobody" in end.stderr
     for name in NOTEBOOKS:
-        assert f"leaving out {name}, which is not recorded: " in end.stdout
+        assert f"skipping {name}, which is not recorded: " in end.stdout
         assert f"tools/experiments.py {name} --machine nobody\n" in end.stdout
 
 
