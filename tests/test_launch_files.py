@@ -114,7 +114,7 @@ def test_sensecore_sh_says_which_variable_is_wrong_and_what_to_do(variables, exp
 def test_a_launch_file_that_is_given_no_script_says_how_to_give_one(file):
     code, out, err = finished(start(f"launch/{file}"), timeout=10)
     assert (code, out) == (2, "") and len(err.splitlines()) == 1
-    assert err.startswith(f"{file}: error: no script given: expected a script") and f"launch/{file} 06_imagenet.py" in err
+    assert err.startswith(f"{file}: error: no script given: expected") and f"launch/{file} 06_imagenet.py" in err
 
 
 # mpirun

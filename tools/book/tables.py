@@ -45,7 +45,7 @@ def ladder():
     for script, adds, command in LADDER:
         size = f"{len((ROOT / script).read_text().splitlines())} lines"
         if script in steps.STEPS:
-            added, removed, _ = steps.size(script)
+            added, removed = steps.size(script)
             size = f"+{added} -{removed} on `{steps.STEPS[script].parent[:2]}`"
         chapter = f"[chapter](docs/{script[:-3]}.md)"
         rows.append((f"[`{script}`]({script})", adds, f"`{command}`", size, results[script], chapter))
