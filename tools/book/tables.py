@@ -271,7 +271,7 @@ def train():
 
 
 def drill():
-    """What happens to a training when something fails: the last run of each of tools/lab/drill.py."""
+    """Make the table of the drills: the last run of each drill in tools/lab/drill.py."""
     from tools.lab.drill import DRILLS
 
     def block(lines):
