@@ -14,7 +14,7 @@ tries=${TRIES:-10}              # how often to start torchrun again if it ends w
 pause=${PAUSE:-10}              # seconds to wait before starting torchrun again
 interval=${INTERVAL:-5}         # seconds between heartbeats; a machine that misses three in a row is removed
 last_call=${LAST_CALL:-15}      # seconds to wait for more machines while there are fewer than the maximum
-interface=${INTERFACE:-}        # network interface between the machines, such as eth0; empty: by the machine's name
+interface=${INTERFACE:-}        # network interface between the machines, such as eth0; empty: found by host name
 address=${ADDRESS:-}            # address of this machine, if the other machines cannot resolve its name
 
 set -euo pipefail

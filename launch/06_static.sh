@@ -9,7 +9,7 @@ master=${MASTER:-10.0.0.1}    # name or address of machine 0, as the other machi
 port=${PORT:-29500}           # a free port on machine 0 that the other machines can reach
 nodes=${NODES:-2}             # number of machines
 processes=${PROCESSES:-auto}  # processes per machine: a number, or auto: one per GPU, without GPUs one per core
-interface=${INTERFACE:-}      # network interface between the machines, such as eth0; empty: by the machine's name
+interface=${INTERFACE:-}      # network interface between the machines, such as eth0; empty: found by host name
 
 set -euo pipefail
 

@@ -12,7 +12,7 @@ hosts=${HOSTS:-localhost:2}  # machine:processes for each machine, one process p
 hostfile=${HOSTFILE:-}       # or a file with one line per machine, such as: 10.0.0.1 slots=8
 master=${MASTER:-}           # the first machine, as the other machines reach it; empty: its name in the list above
 port=${PORT:-}               # a free port on the first machine; empty: computed from the job ID
-interface=${INTERFACE:-}     # network interface between the machines, such as eth0; empty: by the machine's name
+interface=${INTERFACE:-}     # network interface between the machines, such as eth0; empty: found by host name
 
 set -euo pipefail
 

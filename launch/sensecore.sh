@@ -7,7 +7,7 @@
 # environment activated. SenseCore runs it on every machine with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
 # This RANK and WORLD_SIZE count machines, not processes, so a script cannot use them directly. Edit the lines below.
 processes=${PROCESSES:-auto}  # processes per machine: a number, or auto: one per GPU, without GPUs one per core
-interface=${INTERFACE:-}      # network interface between the machines, such as eth0; empty: by the machine's name
+interface=${INTERFACE:-}      # network interface between the machines, such as eth0; empty: found by host name
 
 set -euo pipefail
 

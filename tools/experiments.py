@@ -37,7 +37,7 @@ from common.report import device_name
 from tools.bench.measure import pick_device
 from tools.records import RESULTS, ROOT, RecordError, read
 
-STOP = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
 PROCESS_MEMORY = 1.4 * 2**30  # bytes: ResNet-18 with 256 images per training step and CIFAR-10 in memory
 PUBLISHED_BATCH = 256  # images per process in the accuracy experiment
 SYNCBN_BATCHES = (4, 8, 16, 32)  # images per process in the syncbn experiment
@@ -284,7 +284,7 @@ def main(args):
     if args.dry_run and not args.list:
         print("\n".join(run.command for _, run in todo))
     elif not args.list:
-        for number in STOP:
+        for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: sys.exit(143))  # exit through execute(), which stops the run
         run_all(todo)
 
@@ -322,7 +322,7 @@ def execute(command):
     Raises:
         UserError: the command failed.
     """
-    RESULTS.mkdir(exist_ok=True)  # the log lies here, because srun may run on a machine that shares only this folder
+    RESULTS.mkdir(exist_ok=True)  # for the log: a machine on which srun runs the script may share only this folder
     with (
         tempfile.TemporaryDirectory(prefix=".run-", dir=RESULTS) as folder,
         open(Path(folder, "errors"), "w+") as errors,

@@ -160,7 +160,7 @@ def main(args):
         name, text = str(page.relative_to(ROOT)), page.read_text()
         try:
             fresh = render(text)
-        except BookError as error:
+        except ValueError as error:  # BookError, RecordError, or a section that a script lacks
             stale.append(f"{name}: {error}")
             continue
         if fresh != text and args.check:

@@ -33,7 +33,7 @@ INK, PALE = "#222222", "#F4F4F4"
 # The numbers in the pictures
 
 
-def held(ranks=RANKS):
+def initial_values(ranks=RANKS):
     """Return the initial numbers: a row of `ranks` numbers per rank, all different."""
     return np.arange(1, ranks * ranks + 1).reshape(ranks, ranks)
 
@@ -43,7 +43,7 @@ def collectives(ranks=RANKS):
 
     reduce-scatter and all-gather are the two halves of all-reduce.
     """
-    values, empty = held(ranks), np.zeros((ranks, ranks), int)
+    values, empty = initial_values(ranks), np.zeros((ranks, ranks), int)
     total = values.sum(axis=0)
     first, scattered, everywhere = empty.copy(), np.diag(total), np.tile(total, (ranks, 1))
     first[0] = values[0]
@@ -184,7 +184,7 @@ def draw_ranks(machines=2, processes=2):
 
 def draw_collectives():
     fig, ax = canvas(7.5, 5.3)
-    total = held().sum(axis=0)
+    total = initial_values().sum(axis=0)
     captions = {
         "broadcast": "rank 0's numbers, on all",
         "all-reduce": "the sum, on all",
@@ -195,9 +195,8 @@ def draw_collectives():
     def color_of(values, rank, piece):
         if values[rank, piece] == total[piece]:
             return GREY
-        return tint(
-            RANK_COLORS[np.argwhere(held() == values[rank, piece])[0, 0]], 0.45
-        )  # the colour of the rank that sent it
+        source = np.argwhere(initial_values() == values[rank, piece])[0, 0]  # the rank that had this number at first
+        return tint(RANK_COLORS[source], 0.45)
 
     for k, (name, states) in enumerate(collectives().items()):
         x, y = 0.65 + k % 2 * 3.75, 0.22 + k // 2 * 1.95
@@ -223,7 +222,7 @@ def draw_collectives():
 def draw_ring():
     fig, ax = canvas(7.5, 4.15)
     counts = ring_rounds(np.ones((RANKS, RANKS), int))  # how many ranks each number is the sum of
-    for k, (values, received) in enumerate(ring_rounds(held())):
+    for k, (values, received) in enumerate(ring_rounds(initial_values())):
         row, column = divmod(k if k < RANKS else k + 1, RANKS)
         x, y, shades = 0.75 + column * 1.78 - (column > 0) * 0.1, 0.75 + row * 2.02, 0.1 + 0.3 * (counts[k][0] - 1)
         text(ax, x + 0.64, y - 0.14, f"after round {k}" if k else "at first", 9.5, color=GREY)
