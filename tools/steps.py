@@ -33,7 +33,9 @@ class Step(NamedTuple):
 
 STEPS = {  # 01 and 06 have no parent
     "02_snmc_dp.py": Step("01_snsc.py", 9, 5, ("docstring", "1", "5")),
-    "03_mnmc_ddp_launch.py": Step("01_snsc.py", 35, 13, ("docstring", "imports", "main", "0", "1", "2", "4")),
+    "03_mnmc_ddp_launch.py": Step(
+        "01_snsc.py", 35, 13, ("docstring", "imports", "0", "1", "2", "3", "4", "5", "start")
+    ),
     "04_mnmc_ddp_mp.py": Step("03_mnmc_ddp_launch.py", 16, 15, ("docstring", "imports", "main", "0", "start")),
     "05_mnmc_ddp_slurm.py": Step("03_mnmc_ddp_launch.py", 14, 11, ("docstring", "imports", "0")),
 }

@@ -117,33 +117,28 @@ def _run(script, env, flags, out, kill, prepare):
 
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch read OMP_NUM_THREADS when it was imported
     if script == "06_imagenet.py":
-        _log_training(out, kill)
+        _tell(out, kill)
     if prepare:
         prepare(env["RANK"])
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def _log_training(out, kill):
-    """Make CrossEntropyLoss log each micro-batch. It reads epoch and step from the local variables of main."""
+def _tell(out, kill):
+    """Make the loss tell what it is given; in training it is the script's main that calls it."""
     import torch
 
-    log = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115
+    tell = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115
 
     def forward(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
         loss = original(self, outputs, targets)
         frame = sys._getframe()
         while frame.f_code.co_name != "main":
             frame = frame.f_back
-        variables = frame.f_locals
-        line = {
-            "run": out.stem.split("-")[0],
-            "time": time.time(),
-            "epoch": variables["epoch"],
-            "step": variables["step"],
-        }
-        line |= {"lr": variables["lr"], "targets": targets.tolist(), "loss": loss.item()}
-        log.write(json.dumps(line) + "\n")
-        if kill == variables["epoch"] * variables["steps"] + variables["step"]:
+        at = frame.f_locals
+        line = {"run": out.stem.split("-")[0], "time": time.time(), "epoch": at["epoch"], "step": at["step"]}
+        line |= {"lr": at["lr"], "targets": targets.tolist(), "loss": loss.item()}
+        tell.write(json.dumps(line) + "\n")
+        if kill == at["epoch"] * at["steps"] + at["step"]:
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
