@@ -45,7 +45,7 @@ SECTIONS = {  # name: pattern of the first line
     "imports": "(import|from) ",
     "main": "(@|def main)",
     "0": "    # 0. set up$",
-    "1": "    # 1. define (model|network)$",
+    "1": "    # 1. define model$",
     "2": "    # 2. define dataloader$",
     "3": "    # 3. define loss and optimizer$",
     "4": "    # 4. train and evaluate$",
