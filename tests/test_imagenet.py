@@ -13,15 +13,17 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torchvision
 from conftest import ROOT, needs_gpu, write_images
-from ranks import Ranks, trained_steps
+from PIL import Image
+from ranks import Ranks, told
 
 from imagenet import elastic, signals
 from imagenet.checkpoint import decode, load_weights, read_file
-from imagenet.data import Images, build_normalize
+from imagenet.data import IGNORED, DummyImages, Images, build_normalize, read_image
 from imagenet.elastic import GlobalBatches
 from imagenet.flags import can_compile
 from imagenet.model import build_model, parameter_groups
@@ -94,7 +96,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_nev
     for part in ("model", "ema", "optimizer", "scaler", "best"):
         assert same(whole[part], killed[part]), part
     for folder in ("whole", "killed"):
-        seen = trained_steps(tmp_path / folder)
+        seen = told(tmp_path / folder)
         assert len(seen) == 16
         for epoch in range(4):
             images = [target for step in range(4) for target in seen[epoch, step]["targets"]]
@@ -181,11 +183,9 @@ def test_the_world_may_shrink_and_grow_and_the_training_stays_the_same(train, on
         assert -9 in train("moving", world_size, *options, "--resume", kill=kill).wait()
     last = train("moving", 3, *options, "--resume")
     assert last.wait() == [0] * 3
-    assert (
-        "4 images per process at a time" not in last.output() and "1 to 2 images per process at a time" in last.output()
-    )
+    assert "4 images per process" not in last.output() and "1 to 2 images per process" in last.output()
 
-    still, moving = trained_steps(tmp_path / "still"), trained_steps(tmp_path / "moving")
+    still, moving = told(tmp_path / "still"), told(tmp_path / "moving")
     assert still.keys() == moving.keys() and len(still) == 12
     ranks = [len(moving[divmod(step, 4)]["pieces"]) for step in range(12)]
     assert ranks[0] == 4 and ranks[6] == 2 * 2 and ranks[11] == 3 * 2, "micro-batches stay as small as they were"
@@ -220,6 +220,65 @@ def test_ranks_and_micro_batches_that_cut_a_batch_unevenly_add_up_to_the_same_st
         for part in ("model", "ema"):
             for name, weight in one[part].items():
                 torch.testing.assert_close(other[part][name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
+    """Two ranks, two epochs of three steps; the learning rates and the parameter groups are written out here."""
+    flags = ["--dummy", 36, "--batch-size", 12, "--epochs", 2, "--arch", "mnist_net", "--seed", 5, "--lr", 2]
+    flags += ["--warmup-epochs", 1, "--clip-grad", 0.5, "--label-smoothing", 0.2, "--weight-decay", 0.05]
+    files = ["--log-file", tmp_path / "log.jsonl", "--checkpoints-path", tmp_path / "checkpoints", "--eval-every", 0]
+    ranks = Ranks(tmp_path, 2, [*SMALL, *flags, *files], prepare=without_dropout)
+    assert ranks.wait() == [0, 0], ranks.output()
+
+    images = DummyImages(36, 32)
+    torch.manual_seed(5)
+    model = build_model(SimpleNamespace(arch="mnist_net", channels_last=False, batch_size=12), images).eval()
+    named = dict(model.named_parameters())
+    assert [name for name, p in named.items() if p.ndim == 1] == [name for name in named if name.endswith("bias")]
+    optimizer = torch.optim.SGD([
+        {"params": [p for name, p in named.items() if name.endswith("weight")], "weight_decay": 0.05},
+        {"params": [p for name, p in named.items() if name.endswith("bias")], "weight_decay": 0},
+    ], momentum=0.9, nesterov=True)  # fmt: skip
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375]))
+    peak, losses = 2 * 12 / 256, []
+    for step in range(6):
+        order = torch.randperm(36, generator=torch.Generator().manual_seed(5 + step // 3))
+        batch = order[12 * (step % 3) :][:12] % 64
+        for group in optimizer.param_groups:
+            group["lr"] = peak * (1 + math.cos(math.pi * step / 6)) / 2 * min(1, 0.1 + 0.9 * step / 3)
+        outputs = model((images.images[batch] - mean) / std)
+        loss = torch.nn.functional.cross_entropy(outputs, images.targets[batch], label_smoothing=0.2)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5, "clipping changes something"
+        optimizer.step()
+
+    for name, weight in final(tmp_path)["model"].items():
+        torch.testing.assert_close(weight, named[name].detach(), rtol=1e-4, atol=1e-6)
+    logged = [json.loads(line)["train_loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert logged == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], abs=2e-4)
+
+
+def rising_and_falling_accuracy(rank):
+    """Of 10 images, 2, 5, 3 and 5 are right after the four epochs."""
+    from common import distributed
+
+    correct = iter([2, 5, 3, 5])
+
+    def sum_over_ranks(tensor, original=distributed.sum_over_ranks):
+        return tensor.new_tensor([next(correct), 10, 10]) if tensor.shape == (3,) else original(tensor)
+
+    distributed.sum_over_ranks = sum_over_ranks
+
+
+def test_best_is_the_first_epoch_of_the_best_accuracy(train, tmp_path):
+    flags = ["--dummy", 20, "--batch-size", 10, "--epochs", 4]
+    ranks = train("run", 1, *flags, prepare=rising_and_falling_accuracy)
+    assert ranks.wait() == [0], ranks.output()
+    best = decode(read_file(tmp_path / "run/checkpoints/best.pt"))
+    assert (best["step"], best["best"]) == (4, 50) and final(tmp_path / "run")["best"] == 50
+    assert "done: top-1 50.000%, best 50.000% after 4 epochs" in ranks.output()
 
 
 def folder(root, name):
@@ -416,6 +475,31 @@ def test_a_crop_depends_on_seed_epoch_and_image_alone(one_each):
     assert len(damaged) == 0 and images.dtype == torch.uint8
 
 
+@pytest.mark.parametrize("kind", ["grey.png", "alpha.png", "deep.png", "palette.png", "bitmap.bmp", "print.jpg"])
+def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind):
+    mode = {"grey": "L", "alpha": "RGBA", "deep": "I;16", "palette": "P", "bitmap": "RGB", "print": "CMYK"}
+    levels = np.arange(30 * 40).reshape(30, 40) * 255 // 1199
+    deep = Image.fromarray((levels * 257).astype(np.uint16))
+    image = deep if kind == "deep.png" else Image.fromarray(levels.astype(np.uint8)).convert(mode[kind.split(".")[0]])
+    image.save(tmp_path / kind)
+    image = read_image(str(tmp_path / kind))
+    assert image.shape == (3, 30, 40) and image.dtype == torch.uint8
+    assert (image.int() - torch.from_numpy(levels.astype(np.int32))).abs().max() <= (16 if kind == "print.jpg" else 1)
+
+
+def test_the_next_image_with_its_own_target_replaces_a_damaged_one_in_training_and_nothing_in_evaluation(
+    damaged_folder,
+):
+    root = damaged_folder / "train"
+    train_set, val_set = Images(root, 32, seed=0), Images(root, 32)
+    index = train_set.paths.index(str(root / "cat/007.jpg"))
+    cut_off(root / "cat/059.jpg")  # the last of its class
+    images, targets, damaged = train_set.__getitems__([(0, index), (0, 59), (0, 3)])
+    assert targets.tolist() == [0, 1, 0] and damaged.tolist() == [index, 59] and images.flatten(1).any(dim=1).all()
+    images, targets, damaged = val_set.__getitems__([(0, index), (0, 3)])
+    assert targets.tolist() == [IGNORED, 0] and damaged.tolist() == [index]
+
+
 # The recipe
 
 
@@ -510,7 +594,7 @@ def test_what_cannot_train_says_so_before_it_begins(train, one_each, tmp_path):
         "--batch-size 8 leaves 0 to 1 images for each of 2 processes in 8 micro-batches: expected 2 or more; at least "
         "--batch-size 32": (2, [one_each, "--batch-size", 8, "--accumulate", 8]),
         "is not a folder: expected one with train/CLASS/*.jpg": (1, [tmp_path / "missing"]),
-        "has no train/ with val/ or test/ beside it: expected validation images in class folders": (1, [one_each / "train"]),
+        "has no train/ with val/ or test/ beside it: expected validation images": (1, [one_each / "train"]),
         "--dist-init-method slurm: found torchrun; srun python 06_imagenet.py": (
             1, [one_each, "--dist-init-method", "slurm"]),
         "no checkpoint in": (1, [one_each, "--evaluate", "--resume"]),

@@ -17,7 +17,7 @@ from pathlib import Path
 from common.distributed import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a rank imports.
+# What a rank imports, but for what handles signals as soon as it is imported.
 PRELOAD = ["torch", "torchvision", "torch.distributed.nn", "torch.nn.parallel", "torch.optim.swa_utils"]
 PRELOAD += ["torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torchvision.transforms.v2"]
 PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.flags"]
@@ -88,8 +88,8 @@ class Ranks:
         os.kill(self.processes[rank].pid, getattr(signal, name))
 
 
-def trained_steps(folder):
-    """Return what the runs of a folder trained on: {(epoch, step): {"targets": all ranks', "lr": ..., "loss": ...}}.
+def told(folder):
+    """What the runs of a folder have trained on: {(epoch, step): {"targets": all ranks', "lr": ..., "loss": ...}}.
 
     A step that was taken again, because the run had been killed after it, counts as it was taken last.
     """
@@ -124,7 +124,7 @@ def _run(script, env, flags, out, kill, prepare):
 
 
 def _tell(out, kill):
-    """Make the loss tell what it is given. Only the script's train_epoch calls it."""
+    """Make the loss tell what it is given; in training it is train_epoch that calls it."""
     import torch
 
     tell = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115
