@@ -49,6 +49,7 @@ from imagenet.resume import check_batches, check_resume, load_into
 
 
 @cleaned_up()
+@one_line_errors()
 def main(args):
     # 0. set up
     signals.exit_with_torchrun()
@@ -87,12 +88,9 @@ def main(args):
 
     # 3. define loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing, reduction="sum")
-    optimizer = torch.optim.SGD(
-        parameter_groups(model, args.weight_decay),
-        lr=0,  # train_epoch sets it
-        momentum=args.momentum,
-        nesterov=args.momentum > 0,
-    )
+    groups = parameter_groups(model, args.weight_decay)
+    nesterov = args.momentum > 0
+    optimizer = torch.optim.SGD(groups, lr=0, momentum=args.momentum, nesterov=nesterov)
     scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
     run = Run(args, d, model, ema, ddp, criterion, optimizer, scaler, train_batches, micro_batch)
     if state:
@@ -319,5 +317,4 @@ def count_correct(outputs, targets):
 
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(parse_args(__doc__))
+    main(parse_args(__doc__))

@@ -81,7 +81,7 @@ def parse_args(doc):
 
 def add_machine_flags(parser):
     """Add the flags that decide how to compute, not what; tools/bench/train.py has them too."""
-    add = parser.add_argument
+    add = parser.add_argument_group("computation").add_argument
     add("--amp", choices=tuple(AMP_DTYPES), default="none", help="mixed precision")
     add("--channels-last", action="store_true", help="store images as NHWC: faster with --amp on a GPU")
     add("--compile", action="store_true", help="compile the model with torch.compile")

@@ -21,12 +21,14 @@ from conftest import ROOT, needs_gpu, write_images
 from PIL import Image
 from ranks import Ranks, told
 
+from common.errors import UserError
 from imagenet import elastic, signals
 from imagenet.checkpoint import decode, load_weights, read_file
-from imagenet.data import IGNORED, DummyImages, Images, build_normalize, read_image
+from imagenet.data import IGNORED, DummyImages, Images, build_datasets, build_normalize, find_folders, read_image
 from imagenet.elastic import GlobalBatches
 from imagenet.flags import can_compile
 from imagenet.model import build_model, parameter_groups
+from imagenet.resume import check_resume
 from imagenet.signals import EXIT_REQUEUE
 
 script = SimpleNamespace(**runpy.run_path(str(ROOT / "06_imagenet.py"), run_name="script"))
@@ -406,6 +408,43 @@ def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_s
     assert ranks.wait() == [2] and "of a run with --arch mobilenet_v3_small: expected the same" in ranks.output()
 
 
+def test_a_resumed_run_cuts_batches_as_the_flags_say_or_into_micro_batches_as_small_as_before(capsys):
+    args = parse("--dummy", 100, "--batch-size", 24, "--accumulate", 2, "--resume")
+    flags = {name: str(value) for name, value in vars(args).items()}
+    state = {"flags": flags, "images": 100, "world_size": 4, "accumulate": 2, "micro_batch": 3}
+
+    def pieces(world_size, args=args, **changes):
+        d = SimpleNamespace(world_size=world_size, is_main=True)
+        return check_resume(args, d, None, 100, state | changes, "step-1.pt")
+
+    assert pieces(4) == (2, 3) and pieces(2) == (4, 3) and pieces(3) == (3, 3) and pieces(8) == (1, 3)
+    del flags["clip_grad"], flags["seed"]  # as if these flags were newer than the checkpoint
+    assert pieces(4) == (2, 3) and capsys.readouterr().out == ""
+    other = parse("--dummy", 100, "--batch-size", 24, "--accumulate", 3, "--resume")
+    assert pieces(4, other) == (3, 2) and pieces(2, other) == (3, 4)
+    assert "resuming with other flags: --accumulate 2 -> 3" in capsys.readouterr().out
+
+
+def test_validation_images_lie_beside_the_training_images_or_where_val_path_says(one_each, tmp_path):
+    write_images(tmp_path, "test", (40, 44), ["a", "b"], 1)
+    train, val = str(one_each / "train"), str(one_each / "val")
+    assert find_folders(str(one_each), None) == (train, val)
+    assert find_folders(str(one_each), str(tmp_path / "test")) == (train, str(tmp_path / "test"))
+    assert find_folders(train, val) == (train, val)
+    with pytest.raises(UserError, match=r"class 00 is only in .*expected the same classes in"):
+        build_datasets(parse(one_each, "--val-path", tmp_path / "test"))
+
+
+def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset():
+    pytest.importorskip("timm")
+    args = parse("--dummy", 2, "--arch", "timm:resnet10t", "--channels-last")
+    model = build_model(args, DummyImages(2, 32, num_classes=7))
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    assert model.conv1[0].weight.is_contiguous(memory_format=torch.channels_last)
+    with pytest.raises(UserError, match="--arch timm:nothing: no such model in timm"):
+        build_model(parse("--dummy", 2, "--arch", "timm:nothing"), DummyImages(2, 32))
+
+
 def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, one_each, tmp_path):
     flags = [one_each, "--batch-size", 8, "--epochs", 2, "--sync-bn", "--log-file", tmp_path / "log.jsonl"]
     ranks = train("run", 2, *flags, "--tensorboard", tmp_path / "events", "--workers", 1)
@@ -487,7 +526,7 @@ def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind):
     assert (image.int() - torch.from_numpy(levels.astype(np.int32))).abs().max() <= (16 if kind == "print.jpg" else 1)
 
 
-def test_the_next_image_with_its_own_target_replaces_a_damaged_one_in_training_and_nothing_in_evaluation(
+def test_a_damaged_image_is_replaced_by_the_next_one_with_its_own_target_but_not_in_evaluation(
     damaged_folder,
 ):
     root = damaged_folder / "train"

@@ -341,5 +341,5 @@ def test_the_image_holds_all_that_the_jobs_need():
     assert re.fullmatch(r"python:3\.\d+-slim", base)
     copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
     assert all(list(ROOT.glob(name)) for name in copied), copied
-    used = {"common", "recipes", "launch", "requirements.txt", "*.py"}
+    used = {"common", "imagenet", "recipes", "launch", "requirements.txt", "*.py"}
     assert set(copied) == used and "RUN pip install --no-cache-dir --requirement requirements.txt" in lines
