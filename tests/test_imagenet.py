@@ -262,6 +262,33 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
     assert logged == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], abs=2e-4)
 
 
+class Silent:
+    """A Progress that neither prints nor measures."""
+
+    def __init__(self, args, d, batches, ddp):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+    def timed(self, loader, *args):
+        return iter(loader)
+
+
+def without_progress(rank):
+    from imagenet import progress
+
+    progress.Progress = Silent
+
+
+def test_without_the_progress_object_a_training_ends_with_the_same_weights(train, tmp_path):
+    flags = ["--dummy", 36, "--batch-size", 12, "--epochs", 2, "--accumulate", 2, "--deterministic"]
+    assert train("shown", 2, *flags).wait() == [0, 0]
+    silent = train("silent", 2, *flags, prepare=without_progress)
+    assert silent.wait() == [0, 0] and "==" not in silent.output()
+    assert same(final(tmp_path / "shown")["model"], final(tmp_path / "silent")["model"])
+
+
 def rising_and_falling_accuracy(rank):
     """Of 10 images, 2, 5, 3 and 5 are right after the four epochs."""
     from common import distributed
