@@ -143,6 +143,7 @@ def parse(monkeypatch, script, *given):
     with monkeypatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", [script, *map(str, given)])
+        patch.setattr("imagenet.signals.install", lambda: None)  # this process keeps its handlers
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
         with pytest.raises(Parsed) as end:
             runpy.run_path(script, run_name="__main__")

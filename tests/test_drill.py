@@ -113,7 +113,7 @@ def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tm
         )
         assert end.returncode == 0, end.stderr
         assert f"world size {processes}" in end.stdout and line in end.stdout
-        assert "done: not tested after 1 epochs" in end.stdout
+        assert "done: not evaluated after 1 epochs" in end.stdout
 
 
 def test_on_two_machines_each_is_told_its_number(hosts, tmp_path):

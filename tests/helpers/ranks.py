@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # The modules that a rank imports, except modules that install signal handlers on import.
 PRELOAD = ["torch", "torchvision", "torch.distributed.nn", "torch.nn.parallel", "torch.optim.swa_utils"]
 PRELOAD += ["torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torchvision.transforms.v2"]
-PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.checkpoint"]
+PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.flags"]
+PRELOAD += ["imagenet.data", "imagenet.elastic", "imagenet.model", "imagenet.progress", "imagenet.resume"]
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
@@ -124,7 +125,7 @@ def _run(script, env, flags, out, kill, prepare):
 
 
 def _tell(out, kill):
-    """Make the loss tell what it is given; in training it is the script's main that calls it."""
+    """Make the loss tell what it is given; in training it is train_epoch that calls it."""
     import torch
 
     tell = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115
@@ -132,13 +133,13 @@ def _tell(out, kill):
     def forward(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
         loss = original(self, outputs, targets)
         frame = sys._getframe()
-        while frame.f_code.co_name != "main":
+        while frame.f_code.co_name != "train_epoch":
             frame = frame.f_back
         at = frame.f_locals
         line = {"run": out.stem.split("-")[0], "time": time.time(), "epoch": at["epoch"], "step": at["step"]}
         line |= {"lr": at["lr"], "targets": targets.tolist(), "loss": loss.item()}
         tell.write(json.dumps(line) + "\n")
-        if kill == at["epoch"] * at["steps"] + at["step"]:
+        if kill == at["run"].step:
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
