@@ -38,7 +38,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from common.distributed import cleaned_up, setup_distributed, sum_over_ranks
 from common.errors import one_line_errors
-from common.models import convert_sync_batchnorm
+from common.syncbn import convert_sync_batchnorm
 from imagenet.checkpoint import BEST, Checkpoints, load_weights
 from imagenet.data import DeviceLoader, build_datasets, build_normalize
 from imagenet.elastic import GlobalBatches, Stopped, Votes, check_launch, exit_for_requeue

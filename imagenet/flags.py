@@ -7,16 +7,22 @@ import sysconfig
 
 import torch
 
-from common.flags import BareParser as Parser
-from common.flags import number, whole_number
+from common.flags import Parser, number, output_file, whole_number
 from imagenet.checkpoint import SaveInterval
 
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class RecipeParser(Parser):
+    """A parser that reads the flags in a file named by @FILE. A comment there begins with #."""
+
+    def convert_arg_line_to_args(self, line):
+        return line.partition("#")[0].split()
+
+
 def parse_args(doc):
     """Parse the flags of 06, whose docstring is `doc`."""
-    parser = Parser(doc, fromfile_prefix_chars="@")
+    parser = RecipeParser(doc, fromfile_prefix_chars="@")
     add = parser.add_argument_group("data").add_argument
     add("train_path", nargs="?", metavar="TRAIN", help="folder with train/ and val/, or with training class folders")
     add("--val-path", metavar="DIR", help="validation class folders, if they are not beside the training folder")
