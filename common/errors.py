@@ -3,18 +3,20 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 import time
 
+import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
-
-from common.distributed import LaunchError, lost_peer
 
 
 class UserError(Exception):
     """A mistake of the user: one line that says what was found, what was expected and what works."""
+
+    one_line = True
 
 
 @contextlib.contextmanager
@@ -24,24 +26,39 @@ def one_line_errors():
     try:
         with _ctrl_c_within(1):
             yield
-    except (UserError, LaunchError) as error:
-        # A DataLoader worker wraps its error into the text of a traceback, whose last line is the message.
-        _fail(2, str(error).splitlines()[-1].rpartition("UserError: ")[-1])
     except ProcessExitedException as error:  # a child of mp.spawn, which has said why unless it was killed
         if error.signal_name:
             _fail(1, f"process {error.error_index} was killed by {error.signal_name}; the others have been ended")
         sys.exit(error.exit_code)
-    except RuntimeError as error:
+    except KeyboardInterrupt:
+        _stop()
+    except Exception as error:
+        if getattr(error, "one_line", False):
+            # A DataLoader worker wraps its error into the text of a traceback, whose last line is the message.
+            _fail(2, str(error).splitlines()[-1].rpartition("UserError: ")[-1])
         if reason := lost_peer(error):
             _fail(1, reason)
         raise
-    except KeyboardInterrupt:
-        _stop()
 
 
 def _fail(code, message):
     print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def lost_peer(error):
+    """What to tell a user if this error means that another rank has gone, else None."""
+    text = " ".join(str(error).split())
+    from_gloo = isinstance(error, RuntimeError) and ("/gloo/" in text or "pair closure" in text)
+    from_a_collective = from_gloo or isinstance(error, dist.DistError)
+    if not from_a_collective or not re.search("connect|clos|reset by peer|broken pipe|timed out|remote", text, re.I):
+        return None
+    reason = re.sub(r"\[\S*/gloo/\S*\] ?", "", text.rpartition("Last error:")[2]).strip()[:200]  # NCCL's cause is last
+    fix = "its own message or its launcher's, which may stand above, says why"
+    if ("127.0." in text and "refused" in text) or "no route" in text.lower():
+        name = "NCCL_SOCKET_IFNAME" if "NCCL" in text else "GLOO_SOCKET_IFNAME"
+        fix = f"ranks on several machines need export {name}=... on each, the interface that the others reach"
+    return f"lost another rank ({reason}): {fix}"
 
 
 def one_line(error):

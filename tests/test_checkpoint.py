@@ -12,7 +12,6 @@ import torch.distributed as dist
 from conftest import need
 from ranks import context
 
-from common.distributed import cleanup
 from common.errors import UserError
 from imagenet import checkpoint
 from imagenet.checkpoint import BEST, Checkpoints, Damaged, Every, decode, load_weights, read_file, write_file
@@ -31,7 +30,7 @@ def open_checkpoints(tmp_path):
     yield open_checkpoints
     for checkpoints in opened:
         checkpoints.thread.shutdown()
-    cleanup()
+    dist.destroy_process_group()
 
 
 def state(step, size=1000):
