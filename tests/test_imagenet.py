@@ -19,7 +19,7 @@ import torch
 import torchvision
 from conftest import ROOT, needs_gpu, write_images
 from PIL import Image
-from ranks import Ranks, told
+from ranks import Ranks, training_log
 
 from common.errors import UserError
 from imagenet import elastic, signals
@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_nev
     for part in ("model", "ema", "optimizer", "scaler", "best"):
         assert same(whole[part], killed[part]), part
     for folder in ("whole", "killed"):
-        seen = told(tmp_path / folder)
+        seen = training_log(tmp_path / folder)
         assert len(seen) == 16
         for epoch in range(4):
             images = [target for step in range(4) for target in seen[epoch, step]["targets"]]
@@ -187,7 +187,7 @@ def test_the_world_may_shrink_and_grow_and_the_training_stays_the_same(train, on
     assert last.wait() == [0] * 3
     assert "4 images per process" not in last.output() and "1 to 2 images per process" in last.output()
 
-    still, moving = told(tmp_path / "still"), told(tmp_path / "moving")
+    still, moving = training_log(tmp_path / "still"), training_log(tmp_path / "moving")
     assert still.keys() == moving.keys() and len(still) == 12
     ranks = [len(moving[divmod(step, 4)]["pieces"]) for step in range(12)]
     assert ranks[0] == 4 and ranks[6] == 2 * 2 and ranks[11] == 3 * 2, "micro-batches stay as small as they were"

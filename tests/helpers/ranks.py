@@ -89,7 +89,7 @@ class Ranks:
         os.kill(self.processes[rank].pid, getattr(signal, name))
 
 
-def told(folder):
+def training_log(folder):
     """Return the log of the runs in a folder: {(epoch, step): {"targets": of all ranks, "lr": ..., "loss": ...}}.
 
     If a run was killed and repeated a step, the last repetition counts.
@@ -118,28 +118,28 @@ def _run(script, env, flags, out, kill, prepare):
 
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch read OMP_NUM_THREADS when it was imported
     if script == "06_imagenet.py":
-        _tell(out, kill)
+        _log_training(out, kill)
     if prepare:
         prepare(env["RANK"])
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def _tell(out, kill):
-    """Make the loss tell what it is given; in training it is train_epoch that calls it."""
+def _log_training(out, kill):
+    """Make CrossEntropyLoss log each micro-batch. It reads epoch and step from the local variables of train_epoch."""
     import torch
 
-    tell = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115
+    log = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115
 
     def forward(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
         loss = original(self, outputs, targets)
         frame = sys._getframe()
         while frame.f_code.co_name != "train_epoch":
             frame = frame.f_back
-        at = frame.f_locals
-        line = {"run": out.stem.split("-")[0], "time": time.time(), "epoch": at["epoch"], "step": at["step"]}
-        line |= {"lr": at["lr"], "targets": targets.tolist(), "loss": loss.item()}
-        tell.write(json.dumps(line) + "\n")
-        if kill == at["run"].step:
+        variables = frame.f_locals
+        line = {"run": out.stem.split("-")[0], "time": time.time(), "targets": targets.tolist(), "loss": loss.item()}
+        line |= {name: variables[name] for name in ("epoch", "step", "lr")}
+        log.write(json.dumps(line) + "\n")
+        if kill == variables["run"].step:
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
