@@ -69,7 +69,7 @@ def parse_args(doc):
     add("--dist-init-method", choices=("auto", "env", "slurm"), default="auto", help="the launcher to insist on")
     add("--timeout", type=number(above=0), default=60, metavar="SECONDS", help="how long to wait for a missing rank")
     add("--print-every", type=whole_number(1), default=50, metavar="N", help="steps between lines")
-    add("--log-file", metavar="FILE", help="append one JSON line per epoch to FILE")
+    add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per epoch to FILE")
     add("--tensorboard", metavar="DIR", help="write event files for TensorBoard")
     add("--deterministic", action="store_true", help="the same bits in every run; slower")
     add_machine_flags(parser)
@@ -94,19 +94,12 @@ def add_machine_flags(parser):
 
 
 def check_machine_flags(parser, args):
-    """Refuse what cannot work on this machine, and a --log-file that cannot be written."""
+    """Refuse flags that cannot work on this machine."""
     if args.amp == "fp16" and not torch.accelerator.is_available():
         parser.error("argument --amp: fp16 needs a GPU and there is none here; on a CPU use --amp bf16 or none")
     if args.compile and not can_compile():
         install = "xcode-select --install" if sys.platform == "darwin" else "sudo apt-get install g++ python3-dev"
         parser.error(f"argument --compile: no C++ compiler or no Python.h here; {install}, or leave --compile out")
-    if args.log_file:
-        try:
-            os.makedirs(os.path.dirname(args.log_file) or ".", exist_ok=True)
-            open(args.log_file, "a").close()  # now, not after hours of training
-        except OSError as error:
-            reason = f"cannot write {args.log_file}: {error.strerror}; name a file in a folder of yours"
-            parser.error(f"argument --log-file: {reason}")
 
 
 def can_compile():
