@@ -94,7 +94,7 @@ def add_machine_flags(parser):
 
 
 def check_machine_flags(parser, args):
-    """Refuse flags that cannot work on this machine."""
+    """Refuse what cannot work on this machine."""
     if args.amp == "fp16" and not torch.accelerator.is_available():
         parser.error("argument --amp: fp16 needs a GPU and there is none here; on a CPU use --amp bf16 or none")
     if args.compile and not can_compile():

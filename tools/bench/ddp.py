@@ -38,7 +38,7 @@ from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError, one_line_errors
 from common.flags import whole_number
 from common.report import environment, synchronize
-from tools.bench.measure import ROOT, build_step, parse_args, pick_device, shared_flags, spread, write
+from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, spread, write
 
 STEPS, WARMUP = 10, 3  # training steps per launch
 
@@ -112,7 +112,7 @@ def show(runs, worlds):
 def launch(args, processes, threads):
     """Run measure() in processes under torchrun, and return {variant: seconds per training step}."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    command += [ROOT / "tools/bench/ddp.py", "--inside", *shared_flags(args)]
+    command += [ROOT / "tools/bench/ddp.py", "--inside", *command_line(args)]
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     process = subprocess.run(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True)
     if process.returncode != 0:
@@ -127,7 +127,7 @@ def measure(args):
     args.limit = max(2, args.batch_size)
     train_set, _ = build_datasets(args)
     normalize = build_transforms(train_set, args, d.device)[1]
-    images, targets = train_set.__getitems__([i % len(train_set) for i in range(args.batch_size)])
+    images, targets = first_batch(args, train_set)
     images, targets = normalize(images.to(d.device)), targets.to(d.device)
 
     variants = VARIANTS if d.world_size > 1 else {"plain": lambda model: model}

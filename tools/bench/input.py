@@ -33,10 +33,10 @@ from torchvision import transforms as T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.data import build_datasets, build_loader, build_transforms
+from common.data import IMAGENET_STATS, build_datasets, build_loader, build_transforms
 from common.errors import UserError, one_line_errors
 from common.report import environment, synchronize, warmup_steps
-from tools.bench.measure import ROOT, build_step, parse_args, pick_device, shared_flags, spread, write
+from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, spread, write
 
 CLASSIC_WORKERS = 4
 
@@ -82,7 +82,7 @@ def main(args):
 
 def run_loop(loop, args):
     """Run one loop in its own process; return a dict of images_per_second and peak_memory_mib."""
-    flags = shared_flags(args)
+    flags = command_line(args)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
         if loop == "01":
@@ -149,7 +149,7 @@ def limit_loop(args):
     device = pick_device()
     train_set, _ = build_datasets(args)
     step = build_step(args, train_set, device)
-    images, targets = train_set.__getitems__(list(range(args.batch_size)))
+    images, targets = first_batch(args, train_set)
     images, targets = build_transforms(train_set, args, device)[1](images.to(device)), targets.to(device)
     return timed([(images, targets)] * (len(train_set) // args.batch_size), step, device)
 
@@ -164,12 +164,11 @@ def classic_loop(args, in_memory):
     options = {"num_workers": CLASSIC_WORKERS, "pin_memory": device.type == "cuda"}
     loader = DataLoader(dataset, args.batch_size, shuffle=True, **options)
     del train_set
-    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     total, correct = 0.0, 0
 
     def step(images, targets):
         nonlocal total, correct
-        images, targets = images.to(device, memory_format=memory_format), targets.to(device)
+        images, targets = images.to(device), targets.to(device)
         loss, outputs = train_step(images, targets)
         total += loss.item()
         correct += (outputs.argmax(dim=1) == targets).sum().item()
@@ -201,7 +200,8 @@ def classic_files(args, train_set):
 
 
 def classic_transform(args, train_set):
-    mean, std = ((s / 255).tolist() for s in train_set.channel_stats())
+    stats = train_set.channel_stats() if train_set.in_memory else map(torch.tensor, IMAGENET_STATS)
+    mean, std = ((s / 255).tolist() for s in stats)
     size = train_set.image_size
     crop = T.RandomCrop(size, padding=size[0] // 8) if train_set.in_memory else T.RandomResizedCrop(size)
     flip = [T.RandomHorizontalFlip()] if args.dataset != "mnist" else []
@@ -222,7 +222,7 @@ def compare_loaders(args, env):
     args.workers = 1
     train_set, _ = build_datasets(args)
     augment, _ = build_transforms(train_set, args, device)
-    ours = build_loader(train_set, torch.utils.data.SequentialSampler(train_set), args, train=True)
+    ours = build_loader(train_set, args, range(len(train_set)), train=True)
     classic = DataLoader(classic_files(args, train_set), args.batch_size, num_workers=1, persistent_workers=True)
     loaders = {"classic loader": (classic, lambda images: images), "our loader": (ours, augment)}
     speeds = {name: [] for name in loaders}

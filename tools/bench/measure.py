@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.flags import AMP_DTYPES, Parser, whole_number
+from common.data import build_loader
+from common.flags import shared_flags, whole_number
 from common.models import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def parse_args(doc, add_flags=lambda parser: None):
     """Parse the flags of a benchmark: the flags of 01 to 05, --repeats, and the benchmark's own flags."""
-    parser = Parser(doc)
+    parser = shared_flags(doc)
     parser.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="number of runs per variant")
     add_flags(parser)
     # For input.py: enough images that the batches which workers prefetch before the timing starts do not matter.
@@ -26,16 +27,20 @@ def parse_args(doc, add_flags=lambda parser: None):
     return parser.parse_args()
 
 
-def shared_flags(args):
+def command_line(args):
     """Return the flags that select the data and the training, as a command line."""
-    flags = ["--dataset", args.dataset, "--data-dir", args.data_dir, "--arch", args.arch, "--amp", args.amp]
-    flags += ["--batch-size", str(args.batch_size), "--limit", str(args.limit), "--seed", str(args.seed)]
-    flags += ["--workers", str(args.workers)] if args.workers is not None else []
-    return flags + ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
+    names = ("dataset", "data_dir", "arch", "batch_size", "limit", "seed", "workers")
+    return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
 
 
 def pick_device():
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+
+
+def first_batch(args, train_set):
+    """Return the first batch of a training set as (images, targets); a small set is repeated."""
+    indices = [k % len(train_set) for k in range(args.batch_size)]
+    return next(iter(build_loader(train_set, args, indices)))
 
 
 def build_step(args, train_set, device, wrap=lambda model: model):
@@ -51,22 +56,17 @@ def build_step(args, train_set, device, wrap=lambda model: model):
     """
     torch.manual_seed(args.seed)
     model = build_model(args, train_set).to(device)
-    if args.compile:
-        model.compile()
     model = wrap(model)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
     def step(images, targets, synced=True):
         with contextlib.nullcontext() if synced else model.no_sync():
-            with torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none"):
-                outputs = model(images)
-                loss = criterion(outputs, targets)
+            outputs = model(images)
+            loss = criterion(outputs, targets)
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+            loss.backward()
+        optimizer.step()
         return loss, outputs
 
     return step
@@ -83,6 +83,6 @@ def write(args, env, **measured):
         return
     record = {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "model": args.arch}
     for setting in ("dataset", "data_dir", "limit", "batch_size", "amp", "channels_last", "compile"):
-        record[setting] = getattr(args, setting)
+        record |= {setting: getattr(args, setting)} if setting in args else {}
     with open(args.log_file, "a") as file:
         file.write(json.dumps(record | env | measured) + "\n")

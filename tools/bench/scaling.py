@@ -20,7 +20,7 @@ from common.data import build_datasets, build_transforms
 from common.distributed import cleaned_up, setup_distributed
 from common.errors import one_line_errors
 from common.report import environment, synchronize
-from tools.bench.measure import build_step, parse_args, write
+from tools.bench.measure import build_step, first_batch, parse_args, write
 
 SIZES = [2**k for k in range(10, 27, 2)]  # bytes: 1 KiB to 64 MiB
 STEPS, WARMUP = 10, 3
@@ -76,7 +76,7 @@ def step_parts(args, d):
     """
     train_set, _ = build_datasets(args)
     normalize = build_transforms(train_set, args, d.device)[1]
-    images, targets = train_set.__getitems__([i % len(train_set) for i in range(args.batch_size)])
+    images, targets = first_batch(args, train_set)
     images, targets = normalize(images.to(d.device)), targets.to(d.device)
 
     marks, buckets = [], []
