@@ -3,7 +3,6 @@
 A Progress only observes: without it, the training is the same.
 """
 
-import json
 import os
 import shlex
 import sys
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from common.report import count_repeats, environment, peak_memory, synchronize, warmup_steps
+from common.report import Report, count_repeats, environment, warmup_steps
 
 # How a recorded command starts, given the number of machines, the processes on each, and all processes.
 COMMANDS = {
@@ -25,8 +24,8 @@ COMMANDS = {
 }
 
 
-class Progress:
-    """The console lines, records and clocks of one run. Only rank 0 prints and writes.
+class Progress(Report):
+    """The console lines, records and clocks of one run of 06. Only rank 0 prints and writes.
 
     Args:
         args: the flags of 06.
@@ -36,7 +35,7 @@ class Progress:
     """
 
     def __init__(self, args, d, batches, ddp):
-        self.args, self.device, self.rank, self.world_size = args, d.device, d.rank, d.world_size
+        self.args, self.device, self.rank = args, d.device, d.rank
         self.batches, self.steps, self.accumulate = batches, batches.steps, batches.accumulate
         self.started, self.tensorboard = time.perf_counter(), None
         self.communication = CommunicationClock(ddp, d.device) if d.world_size > 1 else None
@@ -64,10 +63,6 @@ class Progress:
             from torch.utils.tensorboard import SummaryWriter  # takes two seconds to import
 
             self.tensorboard = SummaryWriter(args.tensorboard)
-
-    def print(self, line):
-        if self.rank == 0:
-            print(line, flush=True)
 
     def header(self, model, train_set, val_set):
         """Print what decides the cost and the result of a run."""
@@ -178,7 +173,6 @@ class Progress:
                 "communication_share": round(self.communicated / self.seconds, 4),
                 "train_loss": round(self.totals[0] / self.totals[3], 4),
                 "train_acc": round(100 * self.totals[1] / self.totals[3], 3),
-                "peak_memory_mib": peak_memory() and round(peak_memory() / 2**20),
             }
         if accuracy:
             top1, top5, images = accuracy
@@ -188,9 +182,7 @@ class Progress:
             )
             self._write_scalars((self.epoch + 1) * self.steps, {"test/top1": top1, "test/top5": top5})
             measured |= {"test_acc": round(top1, 3), "test_top5": round(top5, 3)}
-        if self.rank == 0 and self.args.log_file:
-            with open(self.args.log_file, "a") as file:
-                file.write(json.dumps(self.record | measured) + "\n")
+        self.write(measured)
 
     def outcome(self, accuracy, best):
         """Return the last line of a run that was not stopped."""
@@ -203,26 +195,14 @@ class Progress:
         """Print the last line of a run, with its time and its memory."""
         if self.tensorboard:
             self.tensorboard.close()
-        memory = f"peak memory {peak_memory() / 2**30:.2f} GiB" if peak_memory() else "peak memory unknown"
-        if self.device.type == "cuda":
-            memory += f", on the GPU {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
-        self.print(f"{line} | {duration(time.perf_counter() - self.started)} | {memory}")
+        seconds = time.perf_counter() - self.started
+        super().close(line if seconds < 120 else f"{line} | {duration(seconds)}")
 
     def _write_scalars(self, step, values):
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()  # a killed process loses what is not on the disk
-
-    def _mark(self):
-        """Return the time when the device has finished its work, and the images of this process so far."""
-        synchronize(self.device)
-        return time.perf_counter(), self.images
-
-    def _speed(self, start):
-        """Return the images per second of all processes since a mark."""
-        now, images = self._mark()
-        return (images - start[1]) * self.world_size / (now - start[0])
 
 
 class CommunicationClock:

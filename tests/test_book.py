@@ -179,7 +179,7 @@ def known_flags(folder):
         *ALL_SCRIPTS,
         "common/flags.py",
         "imagenet/flags.py",
-        *(p.relative_to(ROOT) for name in ("tools", "launch") for p in ROOT.glob(f"{name}/*.py")),
+        *(p.relative_to(ROOT) for name in ("tools", "launch") for p in ROOT.glob(f"{name}/**/*.py")),
     ]
     for file in ours:
         known |= set(re.findall(r'"(--[a-z][\w-]*)"', (ROOT / file).read_text()))

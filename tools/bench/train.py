@@ -31,7 +31,7 @@ from common.errors import UserError, one_line_errors
 from common.report import environment, peak_memory, synchronize, warmup_steps
 from imagenet.data import MEAN, STD, Images, build_loader
 from imagenet.elastic import GlobalBatches
-from imagenet.flags import AMP_DTYPES, Parser, add_machine_flags, check_machine_flags, whole_number
+from imagenet.flags import AMP_DTYPES, Parser, add_machine_flags, check_machine_flags, output_file, whole_number
 from imagenet.model import build_model
 from tools.bench.measure import ROOT, pick_device, spread
 from tools.records import checkpoint_cost
@@ -52,7 +52,7 @@ def parse_args():
     add("--steps", type=whole_number(20), default=40, metavar="N", help="steps of each run")
     add("--every", type=whole_number(1), default=10, metavar="N", help="steps between checkpoints")
     add("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each kind")
-    add("--log-file", metavar="FILE", help="append one JSON line per run to FILE")
+    add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per run to FILE")
     add("--bare", action="store_true", help="run the bare step in this process, and print JSON")
     add_machine_flags(parser)
     args = parser.parse_args()
