@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from conftest import QUICK, ROOT, TRAIN, start
 from test_distributed import started
 
@@ -115,36 +114,6 @@ def test_no_thread_of_gloo_outlives_the_process_group(copy):
             assert out.splitlines()[-1].startswith("1 "), out
 
 
-FIRST = """\
-import datetime, os, sys, time
-from distributed import cleaned_up, local_main_first, setup_distributed
-
-@cleaned_up()
-def main():
-    d = setup_distributed(timeout=datetime.timedelta(seconds=5))
-    with local_main_first(d.local_rank):
-        found = os.path.exists("file")
-        time.sleep(1)
-        open("file", "w").close()
-        if "fail" in sys.argv and d.local_rank == 0:
-            time.sleep(8)  # longer than collectives may take
-            raise OSError("disk full")
-    print(f"{d.local_rank} {found}\\n", end="")
-
-main()
-"""
-
-
-def test_one_process_of_a_machine_goes_first_even_if_it_fails(copy):
-    (copy / "first.py").write_text(FIRST)
-    code, out, err = finished(started(copy, *TORCHRUN, "first.py"))
-    assert code == 0, err
-    assert sorted(out.split("\n")) == ["", "0 False", "1 True"]
-    code, _, err = finished(started(copy, *TORCHRUN, "first.py", "fail"), timeout=40)
-    assert code == 1 and "OSError: disk full" in err
-    assert "RuntimeError: the first process of a machine failed, and its message says why" in err
-
-
 # They end
 
 
@@ -187,8 +156,7 @@ def test_a_rank_that_fails_while_others_owe_it_an_answer_ends_and_loses_no_messa
     (copy / "stuck.py").write_text(STUCK)
     code, out, err = finished(started(copy, *TORCHRUN, "stuck.py"), timeout=60)
     assert code == 1
-    if torch.__version__ >= (2, 7):  # torch 2.6 leaves the group without letting Python run: ended, but without a word
-        assert out == "before the error\n" and "OSError: disk full" in err
+    assert out == "before the error\n" and "OSError: disk full" in err
 
 
 @pytest.mark.parametrize("launcher", LAUNCH)
