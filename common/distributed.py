@@ -10,8 +10,8 @@
 
     main()
 
-The same script then runs under every launcher below, and as `python train.py` with a world size of 1. The launcher
-is recognized by its environment variables. The first match in this order wins:
+The same script then runs under every launcher, and as `python train.py` with a world size of 1. The environment
+variables tell which launcher started it. The first match in this order wins:
 
     torchrun   RANK, WORLD_SIZE and LOCAL_RANK
     mpirun     OMPI_COMM_WORLD_* (Open MPI), or PMI_* with MPI_LOCALRANKID (MPICH, Intel MPI)
@@ -21,11 +21,9 @@ is recognized by its environment variables. The first match in this order wins:
 
 torchrun and mpirun come before srun because processes they start in a Slurm step inherit its variables. Rank 0 listens
 at MASTER_ADDR:MASTER_PORT; under srun these default to the first host of the step and a port made from the job id.
-The variables that torchrun sets (RANK, ..., MASTER_PORT) are then set under every launcher.
-
-A launch that cannot work raises LaunchError, whose message says what was found, what was expected and which command
-works. Most mistakes are found before any process waits for another; a rank that never joins is named after `timeout`.
-Let the launcher stop the other ranks when one fails: torchrun and mpirun do, srun with --kill-on-bad-exit=1.
+Afterwards the variables of torchrun, RANK to MASTER_PORT, are set under every launcher. A launch that cannot work
+raises LaunchError: what was found, what was expected, and the command that works. Let the launcher stop the other ranks
+when one fails: torchrun and mpirun do, srun with --kill-on-bad-exit=1.
 """
 
 import concurrent.futures
@@ -61,6 +59,8 @@ MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 COMMANDS = {"torchrun": "torchrun --nproc-per-node=2", "mpirun": "mpirun -n 2 python", "srun": "srun --ntasks=2 python"}
 
+SCRIPT = os.path.basename(sys.argv[0]) or "train.py"
+
 log = logging.getLogger(__name__)
 
 
@@ -81,22 +81,15 @@ class Distributed:
     device: torch.device
     backend: str  # of the process group: "nccl", "gloo", ...
     launcher: str  # "torchrun", "mpirun", "srun", "nodes" or "python"
-
-    @property
-    def is_main(self):
-        return self.rank == 0
+    is_main = property(lambda self: self.rank == 0)
 
 
 def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
-    """Choose this process's device and number of threads, and join the process group of its job.
+    """Choose this process's device and number of threads, join its job's process group, and return a Distributed.
 
-    Args:
-        backend: of the process group; by default the one of the device: nccl for CUDA, gloo for CPUs.
-        port: where rank 0 listens, unless MASTER_PORT is set.
-        timeout: datetime.timedelta, for missing ranks at startup and in every collective.
-
-    Returns: Distributed.
-    Raises: LaunchError, if the processes were started in a way that cannot work.
+    The backend is nccl for CUDA and gloo for CPUs unless one is given. Rank 0 listens at `port` unless MASTER_PORT is
+    set. `timeout`, a datetime.timedelta, is for missing ranks at startup and in every collective. LaunchError: the
+    processes were started in a way that cannot work.
     """
     if dist.is_initialized():
         raise LaunchError("setup_distributed() was called twice: call it once, or destroy the process group in between")
@@ -126,22 +119,22 @@ def cleaned_up():
     """Destroy the process group when the block, or the decorated function, ends.
 
     After an error in a world of several processes, print it and exit at once: destroying the group could wait for ranks
-    that are waiting for this one. Code that handles errors in another way belongs inside the block.
+    that wait for this one. Code that handles errors in another way belongs inside the block.
     """
     try:
         yield
     except BaseException as error:
         if dist.is_initialized() and dist.get_world_size() > 1:
-            silent = isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int))
-            if not silent:
+            code = (error.code or 0) if isinstance(error, SystemExit) else None
+            if not isinstance(code, int):
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit((error.code or 0) if silent else 1)
+            os._exit(code if isinstance(code, int) else 1)
         traceback.clear_frames(error.__traceback__)  # they hold the model, which holds the group
         raise
     finally:
-        gc.collect()  # DistributedDataParallel refers to itself and to the group, whose threads end with it
+        gc.collect()  # DistributedDataParallel is part of a cycle, and gloo's threads end with the last reference to it
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -153,15 +146,11 @@ def sum_over_ranks(tensor):
     return total
 
 
-# Who started this process?
-
-
 def find_launcher(port=None):
-    """Recognize the launcher. `port` is where rank 0 listens, unless MASTER_PORT is set.
+    """Return (launcher, rank, world_size, local_rank, local_world_size, address).
 
-    Returns: (launcher, rank, world_size, local_rank, local_world_size, address). local_world_size is None if unknown.
-        address is for rendezvous(), and None if there is only one rank or torchrun keeps the store.
-    Raises: LaunchError, if variables are missing, wrong or meant for another process.
+    `port` is where rank 0 listens, unless MASTER_PORT is set. The local world size is None if it is unknown, the address
+    if there is one rank only or torchrun keeps the store. LaunchError: variables are missing, wrong, or the parent's.
     """
     env = _environment()
     given = [name for name in TORCHRUN[:3] if name in env]
@@ -173,9 +162,9 @@ def find_launcher(port=None):
     elif in_step:
         launcher, ranks = "srun", _read_ranks(SLURM)
     elif given == ["RANK", "WORLD_SIZE"]:
-        world_size = _read_number("WORLD_SIZE", 1)
-        launcher, ranks = "nodes", (_read_number("RANK", 0, world_size - 1), world_size, 0, 1)
-        _check_one_process_per_machine(world_size)
+        n = _read_number("WORLD_SIZE", 1)
+        launcher, ranks = "nodes", (_read_number("RANK", 0, n - 1), n, 0, 1)
+        _check_one_process_per_machine()
     elif given:
         missing = " and ".join(name for name in TORCHRUN[:3] if name not in env)
         raise LaunchError(f"{' and '.join(given)} set without {missing}: expected all three, or none; {_command()}")
@@ -184,8 +173,7 @@ def find_launcher(port=None):
         if multiprocessing.parent_process():
             log.warning("running as one process: the process that spawned this one has not set RANK and the like")
         if env.get("SLURM_NTASKS", "1") != "1":
-            found = f"srun has not started it, though SLURM_NTASKS={env['SLURM_NTASKS']}"
-            log.warning("running as one process: %s; to use all tasks, srun python %s", found, _script())
+            log.warning("running as one process, though SLURM_NTASKS=%s: srun python %s", env["SLURM_NTASKS"], SCRIPT)
     _check_nesting(launcher)
     has_store = ranks[1] == 1 or (launcher == "torchrun" and _started_by_torchrun())
     return launcher, *ranks, None if has_store else _address(launcher, ranks, port)
@@ -210,13 +198,12 @@ def _set_variables(ranks, address):
 
 def _read_ranks(names):
     """Return (rank, world size, local rank, local world size) from these variables. The last is None if unknown."""
-    rank, world_size, local_rank, local_world_size = names
-    n, here = _read_number(world_size, 1), None
+    n, here = _read_number(names[1], 1), None
     if names == SLURM:
         here = slurm_tasks_here()
-    elif names != TORCHRUN or local_world_size in _environment():  # people who set the others by hand leave it out
-        here = _read_number(local_world_size, 1, n)
-    return _read_number(rank, 0, n - 1), n, _read_number(local_rank, 0, (here or n) - 1), here
+    elif names != TORCHRUN or names[3] in _environment():  # people who set torchrun's variables by hand forget this one
+        here = _read_number(names[3], 1, n)
+    return _read_number(names[0], 0, n - 1), n, _read_number(names[2], 0, (here or n) - 1), here
 
 
 def _read_number(name, least=0, most=None):
@@ -234,58 +221,46 @@ def _read_number(name, least=0, most=None):
 def _check_nesting(launcher):
     """Raise LaunchError if the variables belong to this process's parent: one launcher inside another."""
     if multiprocessing.parent_process() and launcher in ("srun", "mpirun"):
-        problem = f"{launcher} has started a script that starts processes itself, and all would claim one rank"
-        raise LaunchError(f"{problem}: expected one of the two; {COMMANDS[launcher]} {_script()}, without spawning")
+        found = f"{launcher} has started a script that starts processes itself, and all would claim one rank"
+        raise LaunchError(f"{found}: expected one of the two; {COMMANDS[launcher]} {SCRIPT}, without spawning")
     if launcher == "torchrun" and _started_by_torchrun() and SLURM[1] in os.environ:
         tasks, nodes = _read_number(SLURM[1], 1), _read_number("SLURM_STEP_NUM_NODES", 1)
         if tasks > nodes:
-            problem = f"{SLURM[1]}={tasks}: srun has started {tasks} tasks with a torchrun on {nodes} machine(s)"
-            command = f"srun --ntasks={nodes} --ntasks-per-node=1 torchrun ... (or env -u {SLURM[1]} torchrun ...)"
-            raise LaunchError(f"{problem}, expected one on each; {command}")
+            found = f"{SLURM[1]}={tasks}: srun has started {tasks} tasks with a torchrun on {nodes} machine(s)"
+            fix = f"srun --ntasks={nodes} --ntasks-per-node=1 torchrun ... (or env -u {SLURM[1]} torchrun ...)"
+            raise LaunchError(f"{found}, expected one on each; {fix}")
         if nodes > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ["LOCAL_RANK"] == "0":
             log.warning("each of %d machines trains alone: for one run of all, torchrun --nnodes=%d", nodes, nodes)
 
 
-def _check_one_process_per_machine(world_size):
+def _check_one_process_per_machine():
     """Raise LaunchError if RANK counts machines but this machine should run several processes."""
     per_pod = os.environ.get("PET_NPROC_PER_NODE", "")  # PyTorchJob's nprocPerNode, by which it multiplies WORLD_SIZE
     each = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
     if each > 1:
-        problem = f"RANK={os.environ['RANK']} and WORLD_SIZE={world_size} without LOCAL_RANK count machines"
-        nodes = "$PET_NNODES" if per_pod else "$WORLD_SIZE"
-        command = f"torchrun --nnodes={nodes} --node-rank=$RANK --nproc-per-node={each} --master-addr=$MASTER_ADDR"
-        command += f" --master-port=$MASTER_PORT {_script()}"
-        raise LaunchError(f"{problem}, and this one should run {each} processes: expected torchrun to do so; {command}")
+        found = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} without LOCAL_RANK count machines"
+        fix = f"torchrun --nnodes={'$PET_NNODES' if per_pod else '$WORLD_SIZE'} --node-rank=$RANK --nproc-per-node="
+        fix += f"{each} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT {SCRIPT}"
+        raise LaunchError(f"{found}, and this one should run {each} processes: expected torchrun to do so; {fix}")
 
 
-def _started_by_torchrun():
-    """Whether torchrun itself started this process, rather than somebody who sets the same variables."""
+def _started_by_torchrun():  # and not by somebody who sets the same variables
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _script():
-    return os.path.basename(sys.argv[0]) or "train.py"
-
-
 def _command(name="RANK"):
-    """Return the command that sets an environment variable as it should be."""
-    if name == "MASTER_PORT":
-        return "export MASTER_PORT=29500 on all machines, or unset it"
+    """Return the command that sets this environment variable as it should be."""
     launcher = {"SLURM": "srun", "OMPI": "mpirun", "PMI": "mpirun", "MPI": "mpirun"}.get(name.split("_")[0], "torchrun")
-    return f"{COMMANDS[launcher]} {_script()}"
-
-
-# The device and the cores of this process
+    command = f"{COMMANDS[launcher]} {SCRIPT}"
+    return command if name != "MASTER_PORT" else "export MASTER_PORT=29500 on all machines, or unset it"
 
 
 def setup_device(local_rank, local_world_size):
-    """Return this process's GPU, made the current one, or else the CPU; and set the number of threads.
+    """Set the number of threads, and return this process's GPU, made the current one, or else the CPU.
 
     A process that sees one GPU takes it whatever its local rank: Slurm, for one, can bind a GPU to each task. Other
-    accelerators are treated like GPUs of CUDA, which has not been tried, if they have a backend of their own. Apple's
-    mps has none, so it is not used. Threads are the share of the cores, unless OMP_NUM_THREADS is set.
-
-    Raises: LaunchError, if there are more processes on this machine than GPUs.
+    accelerators with a backend of their own are treated like GPUs; that has not been tried. Apple's mps has none and is
+    not used. Threads share the cores, unless OMP_NUM_THREADS is set. LaunchError: there are more processes than GPUs.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_process(local_world_size))
@@ -318,9 +293,6 @@ def cores_per_process(local_world_size):
 def cpu_count():
     """Return how many cores this process may run on: a Slurm task often has fewer than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-# Where the ranks rendezvous
 
 
 def _address(launcher, ranks, port):
@@ -369,52 +341,44 @@ def free_port():
 
 
 def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
-    """Wait until every rank has joined, exactly once, at a store that rank 0 keeps.
+    """Wait until every rank has joined, exactly once, at a store that rank 0 keeps, and return the store.
 
-    torch's own rendezvous counts missing ranks but does not name them, and accepts a rank twice.
-
-    Args:
-        address: (host, port, job) of rank 0; `job` tells jobs apart that may use the same port, or is "".
-        rank, world_size: of this process.
-        timeout: datetime.timedelta, for missing ranks.
-        device: torch.device of this process; two ranks may not share a GPU.
-
-    Returns: the store, for dist.init_process_group.
-    Raises: LaunchError, if the host is unknown, the port taken, a rank missing, or a rank or a GPU claimed twice.
+    The address is (host, port, job) of rank 0, where `job` tells jobs apart that may use the same port, or is "". Ranks
+    may not share a GPU if `device` is one. LaunchError: the host is unknown, the port taken, a rank missing after
+    `timeout`, or a rank or a GPU claimed twice. (torch's own rendezvous does not name who is missing or there twice.)
     """
     store, deadline = open_store(address, rank, world_size, timeout), time.monotonic() + timeout.total_seconds()
-    host, where = socket.gethostname(), f"{address[0]}:{address[1]}"
-    claims, me = [f"rank {rank}"], f"process {os.getpid()} on {host}"
+    warn_at, where, verdict = time.monotonic() + WARN_AFTER, f"{address[0]}:{address[1]}", None
+    claims, me = [f"rank {rank}"], f"process {os.getpid()} on {socket.gethostname()}"
     if device and device.type != "cpu":
-        properties = torch.get_device_module(device).get_device_properties(device)
-        claims += [f"GPU {properties.uuid}"] if hasattr(properties, "uuid") else []
-    # The first rank to find a problem publishes it as the verdict; if there is none, the last to arrive says so.
+        claims.append(f"GPU {torch.get_device_module(device).get_device_properties(device).uuid}")
     try:
-        store.add(f"ranks on {host}", 1)
+        # The first rank to find a problem publishes it as the verdict; if there is none, the last to arrive says so.
+        store.add(f"ranks on {socket.gethostname()}", 1)
         for claim in claims:
             if store.add(f"claims to {claim}", 1) == 1:
                 store.set(claim, me)
             else:
-                problem = f"{claim} is there twice, as {store.get(claim).decode()} and as {me}: expected each once; "
-                problem += "give every machine its own node rank, every process a GPU, and launch once per machine"
-                store.compare_set("verdict", "", problem)
-        if store.add("ranks", 1) == world_size:
-            store.compare_set("verdict", "", "all here")
-        warn_at = time.monotonic() + WARN_AFTER
+                verdict = (
+                    f"{claim} is there twice, as {store.get(claim).decode()} and as {me}: expected each once; give "
+                )
+                verdict += "every machine its own node rank, every process a GPU, and launch once per machine"
+        if verdict or store.add("ranks", 1) == world_size:
+            store.compare_set("verdict", "", verdict or "all here")
         while rank == 0 and not store.check(["verdict"]):
             time.sleep(0.02)
             if time.monotonic() > min(warn_at, deadline):
                 missing = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
                 names = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+                found = f"ranks {names} of {world_size} did not join at {where}: see on their machines whether they run"
+                if time.monotonic() > deadline:
+                    store.compare_set("verdict", "", found)
                 log.warning("rank 0 at %s is waiting for ranks %s of %d", where, names, world_size)
                 warn_at = deadline
-                if time.monotonic() > deadline:
-                    problem = f"ranks {names} of {world_size} did not join at {where}"
-                    store.compare_set("verdict", "", f"{problem}: see on their machines whether they run")
         store.wait(["verdict"], timeout + datetime.timedelta(seconds=NETWORK_TIMEOUT))  # rank 0 gives up first
-        if (verdict := store.get("verdict").decode()) != "all here":
+        verdict, end = verdict or store.get("verdict").decode(), min(time.monotonic() + NETWORK_TIMEOUT, deadline) + 1
+        if verdict != "all here":
             store.add("informed", 1)
-            end = time.monotonic() + (NETWORK_TIMEOUT if time.monotonic() < deadline else 1)
             while rank == 0 and store.add("informed", 0) < world_size and time.monotonic() < end:
                 time.sleep(0.1)  # the store ends with rank 0: let the others read the verdict first
             raise LaunchError(verdict)
@@ -425,56 +389,57 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
 
 def open_store(address, rank, world_size, timeout=TIMEOUT):
     """Keep the store of a job, as rank 0, or connect to it. Arguments, result and errors are those of rendezvous()."""
-    (host, port, job), seconds, done = address, timeout.total_seconds(), concurrent.futures.Future()
+    (host, port, job), end, result = address, time.monotonic() + timeout.total_seconds(), concurrent.futures.Future()
     where, job = f"{host}:{port}", f"{world_size} ranks" + (f" of job {job}" if job else "")
 
     def connect():
-        known_by = time.monotonic() + NETWORK_TIMEOUT  # in Kubernetes a host name may become known late
-        while True:
-            try:
-                socket.getaddrinfo(host, port)
-                break
-            except OSError as error:
-                if error.errno != socket.EAI_AGAIN and time.monotonic() > known_by:
-                    problem = f"{host!r} does not resolve: expected the name or address of the machine of rank 0"
-                    raise LaunchError(f"{problem}; export MASTER_ADDR=... on all machines") from None
-                time.sleep(0.5)
-        # One connection per rank, as in torch itself: the store may have to look up the host names of all, one by one.
-        # torch must not time out first: it would print C++ stacks, and some of its waits have no time limit.
-        options = {"is_master": rank == 0, "wait_for_workers": False, "timeout": datetime.timedelta(days=1)}
-        store = dist.TCPStore("127.0.0.1" if rank == 0 else host, port, **options)
-        if rank == 0:
-            store.set("job", job)
-        elif (other := store.get("job").decode()) != job:
-            problem = f"the store of {other} answers at {where}: expected the store of {job}; give all ranks another"
-            raise LaunchError(f"{problem} port by export MASTER_PORT=..., or end what has that one (ss -ltnp)")
-        store.set_timeout(timeout)
-        return store
-
-    def run():
         try:
-            done.set_result(connect())
+            # One connection per rank, as in torch itself: the store may look up the name of each, one after another.
+            # No time limit of torch: it does not cover every wait, and prints C++ stacks at its end.
+            options = {"is_master": rank == 0, "wait_for_workers": False, "timeout": datetime.timedelta(days=1)}
+            store = dist.TCPStore("127.0.0.1" if rank == 0 else host, port, **options)
+            if rank == 0:
+                store.set("job", job)
+            result.set_result((store, store.get("job").decode()))
         except Exception as error:
-            done.set_exception(error)
+            result.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()  # so that there is a time limit, and Ctrl-C works
-    concurrent.futures.wait([done], min(seconds, WARN_AFTER))
-    if not done.done() and seconds > WARN_AFTER:
+    _resolve(host, port, end)
+    threading.Thread(target=connect, daemon=True).start()  # for a time limit, and so that Ctrl-C works
+    if concurrent.futures.wait([result], min(end - time.monotonic(), WARN_AFTER)).not_done:
         log.warning("rank %d is waiting for the store of rank 0 at %s", rank, where)
-        concurrent.futures.wait([done], seconds - WARN_AFTER)
     try:
-        return done.result(0)
+        store, found = result.result(end - time.monotonic())
     except concurrent.futures.TimeoutError:
         reason = f"something answers there, but not as the store of {job}"
         try:
             socket.create_connection((host, port), NETWORK_TIMEOUT).close()
         except OSError as error:
             reason = error
-        problem = f"rank {rank} could not reach rank 0 at {where} ({reason}): expected rank 0 there, and no firewall"
-        raise LaunchError(f"{problem}; see whether it runs, and what MASTER_ADDR and MASTER_PORT say there") from None
+        found = f"rank {rank} could not reach rank 0 at {where} ({reason}): expected rank 0 there, and no firewall"
+        raise LaunchError(f"{found}; see whether it runs, and what MASTER_ADDR and MASTER_PORT say there") from None
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        problem = f"port {port} of this machine is taken, by another job, a left-over process or a second rank 0"
-        command = f"export MASTER_PORT={free_port()}"
-        raise LaunchError(f"{problem} (ss -ltnp): expected a free one; on all machines {command}") from None
+        found = f"port {port} of this machine is taken, by another job, a left-over process or a second rank 0"
+        fix = f"export MASTER_PORT={free_port()}"
+        raise LaunchError(f"{found} (ss -ltnp): expected a free one; on all machines {fix}") from None
+    if found != job:
+        found = f"the store of {found} answers at {where}: expected the store of {job}"
+        raise LaunchError(f"{found}; end what has that port (ss -ltnp), or export another MASTER_PORT on all machines")
+    store.set_timeout(timeout)
+    return store
+
+
+def _resolve(host, port, end):
+    """Wait until a host name is known: in Kubernetes that may be late, and a name service may be slow."""
+    known_by = min(time.monotonic() + NETWORK_TIMEOUT, end)
+    while True:
+        try:
+            return socket.getaddrinfo(host, port)
+        except OSError as error:
+            if time.monotonic() > (end if error.errno == socket.EAI_AGAIN else known_by):
+                found = f"{host!r} does not resolve ({error.strerror})"
+                fix = "expected the name or address of the machine of rank 0; export MASTER_ADDR=... on all machines"
+                raise LaunchError(f"{found}: {fix}") from None
+            time.sleep(0.5)

@@ -182,15 +182,19 @@ def large_folder(tmp_path):
 
 
 TRAIN = """\
+import os
 import torch
 from distributed import cleaned_up, setup_distributed, sum_over_ranks
 
 @cleaned_up()
 def main():
     d = setup_distributed()
-    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2).to(d.device))
-    net(torch.ones(1, 4, device=d.device)).sum().backward()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2).to(d.device))
+    model(torch.ones(1, 4, device=d.device)).sum().backward()
     total = sum_over_ranks(torch.tensor(d.rank + 1, device=d.device))
+    ranks = (d.rank, d.world_size, d.local_rank, d.local_world_size)  # which other code reads from the environment
+    assert [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == [*ranks]
+    assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
     print(f"{d.launcher} {d.rank} of {d.world_size}, {d.local_rank} of {d.local_world_size}, sum {total}\\n", end="")
 
 main()

@@ -32,6 +32,7 @@ LAUNCHERS = (
     "OMPI_",
     "PMI",
     "MPI_",
+    "SETUP_DISTRIBUTED_",
 )
 
 
@@ -46,8 +47,11 @@ def environment(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, str(value))
 
+    before = dict(os.environ)
     environment(OMP_NUM_THREADS=torch.get_num_threads())
-    return environment
+    yield environment
+    os.environ.clear()  # of what setup_distributed() has set
+    os.environ.update(before)
 
 
 def torchrun(rank=1, world_size=4, **more):
@@ -408,7 +412,7 @@ def quick(monkeypatch):
 
 def test_an_address_that_does_not_resolve_is_named(quick):
     begin = time.monotonic()
-    with pytest.raises(LaunchError, match=r"'no-such-host.invalid' does not resolve: expected .* MASTER_ADDR"):
+    with pytest.raises(LaunchError, match=r"'no-such-host.invalid' does not resolve .*: expected .* MASTER_ADDR"):
         rendezvous(("no-such-host.invalid", 29500, ""), 1, 2)
     assert time.monotonic() - begin < 15
 
@@ -425,9 +429,10 @@ def test_a_port_that_is_taken_is_named_with_a_free_one(monkeypatch):
 
 
 def test_a_web_server_on_the_port_is_one_line(capfd):
-    with http.server.HTTPServer(("", 0), http.server.BaseHTTPRequestHandler) as stranger:
+    with http.server.ThreadingHTTPServer(("", 0), http.server.BaseHTTPRequestHandler) as stranger:
         threading.Thread(target=stranger.serve_forever, daemon=True).start()
         (result,) = meet(2, [1], port=stranger.server_port, timeout=3)
+        stranger.daemon_threads, stranger.block_on_close = True, False
         stranger.shutdown()
     assert "(something answers there, but not as the store of 2 ranks)" in result and "\n" not in result
 
