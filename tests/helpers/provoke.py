@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from common.distributed import lost_peer
+from common.errors import lost_peer
 
 SHORT = datetime.timedelta(seconds=2)
 
