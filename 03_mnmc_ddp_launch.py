@@ -1,12 +1,10 @@
 """03: one process per GPU, started by torchrun.
 
 Adds DistributedDataParallel to 01. Each process trains a copy of the model on its own images.
-Gradients are averaged in the backward pass, so the copies stay identical.
+Gradients are averaged in the backward pass, so the copies stay identical. On one machine, and on
+two (host1 is the first one; on the other one --node-rank is 1):
 
     torchrun --nproc-per-node=2 03_mnmc_ddp_launch.py
-
-On two machines, host1 and one more, on which --node-rank is 1:
-
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=host1 03_mnmc_ddp_launch.py
 """
 

@@ -1,12 +1,10 @@
 """04: one process per GPU, started by the script itself.
 
 Like 03, with mp.spawn instead of torchrun: the script computes the ranks and chooses the address.
-Use it where torchrun is not possible, for example in a debugger.
+Use it where torchrun is not possible, for example in a debugger. On one machine, and on two
+(host1 is the first one; on the other one --node-rank is 1):
 
     python 04_mnmc_ddp_mp.py --nproc-per-node 2
-
-On two machines, host1 and one more, on which --node-rank is 1:
-
     python 04_mnmc_ddp_mp.py --nodes=2 --node-rank=0 --nproc-per-node=2 --dist-url=tcp://host1:29500
 """
 

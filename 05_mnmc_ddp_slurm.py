@@ -1,12 +1,10 @@
 """05: one process per GPU, started by Slurm.
 
 Like 03, with srun instead of torchrun: the ranks and the address come from Slurm's variables.
-SLURM_STEP_* describe this srun, SLURM_JOB_* the whole job, which may be larger.
+SLURM_STEP_* describe this srun, SLURM_JOB_* the whole job, which may be larger. On two machines,
+from a shell or as a batch job:
 
     srun --nodes=2 --ntasks-per-node=2 --kill-on-bad-exit=1 python 05_mnmc_ddp_slurm.py
-
-As a batch job:
-
     sbatch launch/slurm/05_srun.sbatch
 """
 

@@ -1,5 +1,5 @@
-# Two commands matter: `make demo` trains a network, `make test` proves that the scripts are right.
-# Each sets up what it needs in .venv the first time and is quick after that.
+# `make demo` trains a model. `make test` checks the code.
+# The first run of each installs the packages in .venv; later runs start at once.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,10 +17,10 @@ demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: about two minutes on t
 	@echo
 	@echo "Next: $(RUN) 02_snmc_dp.py --limit 16000   the same with DataParallel"
 	@echo "      $(VENV)/bin/torchrun --nproc-per-node=2 03_mnmc_ddp_launch.py --limit 16000"
-	@echo "                                                the same with two processes, one for each GPU or core"
+	@echo "                                                the same with two processes, one per GPU or core"
 	@echo "      $(RUN) 01_snsc.py                    all 50000 shapes, 5 epochs"
-	@echo "      $(RUN) 01_snsc.py --help             other datasets, networks, mixed precision"
-	@echo "      docs/01_snsc.md                           what this was, and how to go on"
+	@echo "      $(RUN) 01_snsc.py --help             other data sets, models and settings"
+	@echo "      docs/01_snsc.md                           what happened, and what to read next"
 
 test: $(VENV)/ready-dev  ## run the tests
 	$(RUN) -m pytest
@@ -29,13 +29,13 @@ lint: $(VENV)/ready-dev  ## check style and formatting
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-charts: $(VENV)/ready  ## draw docs/figures/ anew from results/ by running notebooks/; yours: MACHINE=name
+charts: $(VENV)/ready  ## redraw docs/figures/ from results/; for your machine: MACHINE=name
 	@set -e; for notebook in notebooks/*.ipynb; do name=`basename $$notebook .ipynb`; \
 		if [ -e results/$$name/$(MACHINE).jsonl ]; then \
 			echo "drawing $$name from results/$$name/$(MACHINE).jsonl"; drawn=1; \
 			MACHINE=$(MACHINE) $(RUN) -m jupyter nbconvert --log-level=ERROR --to notebook --execute \
 				--output-dir $(VENV)/charts $$notebook; \
-		else echo "leaving out $$name, which is not recorded: $(RUN) tools/experiments.py $$name --machine $(MACHINE)"; \
+		else echo "skipping $$name, which is not recorded: $(RUN) tools/experiments.py $$name --machine $(MACHINE)"; \
 		fi; \
 	done; [ "$$drawn" ] || { echo "make: nothing in results/ for MACHINE=$(MACHINE)" >&2; exit 2; }
 
@@ -54,13 +54,13 @@ $(VENV)/ready-dev: requirements-dev.txt $(VENV)/ready
 
 VENV_PACKAGE = $(PYTHON) -c 'import sys; print("python3.%d-venv" % sys.version_info[1])'
 
-# Debian and Ubuntu ship Python without what venv needs; root may mend that here, others are told how.
+# Debian and Ubuntu package venv separately from Python. Install the package if we are root, else print the command.
 define make_venv
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 		echo "make: found `$(PYTHON) --version 2>&1`, expected Python 3.10 or newer: make PYTHON=python3.12 ..." >&2; exit 2; }; \
 	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		[ "`id -u`" = 0 ] && echo "installing `$(VENV_PACKAGE)`" && apt-get update -qq && apt-get install -y -qq `$(VENV_PACKAGE)`; } || { \
-		echo "make: $(PYTHON) cannot make a virtual environment: sudo apt-get install `$(VENV_PACKAGE)`, then again" >&2; exit 2; }; \
-	echo "setting up $(VENV): about two minutes and 6 GB, once"; \
+		echo "make: $(PYTHON) cannot create a virtual environment: run sudo apt-get install `$(VENV_PACKAGE)` and try again" >&2; exit 2; }; \
+	echo "setting up $(VENV), once: about two minutes and 6 GB"; \
 	$(PYTHON) -m venv $(VENV)
 endef

@@ -27,10 +27,6 @@ class Parser(argparse.ArgumentParser):
 
         super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
 
-    def convert_arg_line_to_args(self, line):
-        """Return the flags on one line of a file that is named by @FILE. A comment begins with #."""
-        return line.partition("#")[0].split()
-
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
 
@@ -56,14 +52,12 @@ def parse_spawn_args(doc):
     args = parser.parse_args()
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (count := os.environ.get(name, "")).isdigit() and int(count) > args.nodes:
-            launch = f"srun --ntasks={args.nodes} --ntasks-per-node=1 python" if name.startswith("SLURM") else "python"
             parser.error(
                 f"{name}={count}: a launcher started {count} copies of a script that starts its own processes, "
-                f"expected one per machine; {launch} {parser.prog}"
+                f"expected one per machine; python {parser.prog}, or srun --ntasks-per-node=1 python {parser.prog}"
             )
     if args.node_rank >= args.nodes:
-        limit = args.nodes - 1
-        parser.error(f"--node-rank {args.node_rank} of --nodes {args.nodes}: expected a node rank from 0 to {limit}")
+        parser.error(f"--node-rank {args.node_rank} of --nodes {args.nodes}: expected 0 to {args.nodes - 1}")
     if args.dist_url is None and args.nodes > 1:
         parser.error(f"--nodes {args.nodes} without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0")
     if args.dist_url is None:
@@ -76,6 +70,7 @@ def parse_spawn_args(doc):
 
 
 def shared_flags(doc):
+    """Return a parser of the flags that 01 to 05 share."""
     parser = Parser(doc)
     add = parser.add_argument
     datasets = ("shapes", "cifar10", "mnist", "folder")
@@ -108,49 +103,33 @@ def _ddp_flags(doc):
 
 def whole_number(least, most=math.inf):
     """Return the type of a flag: a whole number from `least` to `most`."""
-
-    def parse(text):
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            limits = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
-            raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number {limits}")
-        return value
-
-    return parse
+    limits = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
+    return _checked(int, lambda value: least <= value <= most, f"a whole number {limits}")
 
 
-def number(above=None, least=0, below=math.inf):
-    """Return the type of a flag: a number above `above`, or else of at least `least`; and below `below`."""
-    limits = f"above {above:g}" if above is not None else f"of {least:g} or more"
+def number(above=None, below=math.inf):
+    """Return the type of a flag: a number above `above`, or of 0 or more; and below `below`."""
+    limits = f"above {above:g}" if above is not None else "of 0 or more"
     limits += f" and below {below:g}" if below < math.inf else ""
+    return _checked(float, lambda value: (value >= 0 if above is None else value > above) and value < below,
+                    f"a number {limits}")  # fmt: skip
 
+
+def _checked(kind, is_valid, expected):
     def parse(text):
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (value > above if above is not None else value >= least) or not value < below:
-            raise argparse.ArgumentTypeError(f"{text!r} given, expected a number {limits}")
-        return value
+        with contextlib.suppress(ValueError):
+            if is_valid(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} given, expected {expected}")
 
     return parse
 
 
 def output_file(path):
     """The type of a flag that names a file to write. It is tried now, not after hours of training."""
-    is_new = not os.path.exists(path)
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(path, "a"):
-            pass
+            return path
     except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"cannot write {path}: {error.strerror}; name a file in a folder of yours"
-        ) from None
-    if is_new:
-        with contextlib.suppress(FileNotFoundError):  # another rank checked the same file
-            os.remove(path)
-    return path
+        raise argparse.ArgumentTypeError(f"cannot write {path}: {error.strerror}; name a file you may write") from None

@@ -111,7 +111,7 @@ class Report:
                 self.timing_start = self.line_start = self._mark()
 
     def due(self, step):
-        """Return whether a step, counted from 0, gets a line: every 50th and the last, the same on every rank."""
+        """Return whether a step, counted from 0, gets a line: every 50th and the last. All ranks agree."""
         return (step + 1) % PRINT_EVERY == 0 or step + 1 == self.steps
 
     def show_step(self, step, totals):
@@ -156,7 +156,7 @@ class Report:
     def write(self, measured):
         """Append one line to --log-file: the settings of the run and what was measured."""
         if self.args.log_file and self.rank == 0:
-            measured["peak_memory_mib"] = peak_memory() and round(peak_memory() / 2**20)
+            measured["peak_memory_mib"] = round(peak_memory() / 2**20)
             with open(self.args.log_file, "a") as file:
                 file.write(json.dumps(self.record | measured) + "\n")
 
@@ -226,22 +226,18 @@ def device_name(device):
     """Return the manufacturer's name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return read_proc("cpuinfo", r"model name\s*: (.*)") or platform.processor() or platform.machine()
+    return _read_proc("cpuinfo", r"model name\s*: (.*)") or platform.processor() or platform.machine()
 
 
 def peak_memory():
-    """Return the peak memory of this process in bytes, without its loader workers; None where /proc does not say it."""
-    kib = read_proc("self/status", r"VmHWM:\s*(\d+)")
-    return kib and int(kib) * 1024
+    """Return the peak memory of this process in bytes, without its loader workers; 0 if there is no /proc."""
+    return int(_read_proc("self/status", r"VmHWM:\s*(\d+)") or 0) * 1024
 
 
-def read_proc(name, pattern):
-    """Return what the group of a pattern matches in a file of /proc, or None."""
-    try:
-        found = re.search(pattern, Path("/proc", name).read_text())
-    except OSError:
-        return None
-    return found and found[1]
+def _read_proc(name, pattern):
+    path = Path("/proc", name)
+    found = path.exists() and re.search(pattern, path.read_text())
+    return found[1] if found else None
 
 
 def count_repeats(log, command):

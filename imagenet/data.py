@@ -1,38 +1,44 @@
-"""The input of 06: large images from a folder, or made-up ones, on their way to the device ahead of the step.
+"""The input of 06: photographs from a folder, or generated images, on their way to the device ahead of the step.
 
-Images are decoded, cropped and mirrored as bytes by the loader's workers, and become numbers on the device. The
-random crop of an image depends on seed, epoch and image alone, whichever process makes it, so a run that is resumed,
-or goes on with another number of processes, sees the same pixels.
+Loader workers decode, crop and mirror images as bytes. The device converts them to numbers. The random crop of an image
+depends only on seed, epoch and image, whichever process makes it. So a run that is resumed, or continues on another
+number of processes, sees the same pixels.
 """
 
+import contextlib
+import multiprocessing
 import os
+import signal
 import sys
 from multiprocessing import util
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets import ImageFolder
+from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from common.data import as_it_is, leave_ctrl_c_to_main, list_images, read_image
 from common.distributed import cores_per_process
-from common.errors import UserError, kill_workers
-from imagenet.signals import end_with_parent, stop
+from common.errors import UserError, one_line
+from imagenet import signals
 
-MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet's channels, in levels of 0 to 255
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's channels, on a scale of 0 to 255
+IGNORED = -100  # the target that nn.CrossEntropyLoss ignores
 MAX_DAMAGED = 0.01  # the share of images that may be unreadable
-TRIES = 10  # images in a row that may be
+MAX_TRIES = 10  # how many images in a row may be unreadable
 
 
 class Images(Dataset):
     """The images of a folder, fetched by the batch of (epoch, index).
 
-    In training, the image after a damaged one takes its place. In testing it is left out: its target is -1.
+    In training, the next image replaces a damaged one. In evaluation, a damaged image gets the target IGNORED.
 
     Args:
-        root: str, a folder with a folder for each class.
-        size: int, pixels a side.
-        seed: int, for the crops of training, or None for testing, with the middle of each image.
+        root: str, a folder with one folder per class.
+        size: int, pixels per side.
+        seed: int, for the random crops of training; or None for evaluation, on the center of each image.
     """
 
     def __init__(self, root, size, seed=None):
@@ -48,21 +54,21 @@ class Images(Dataset):
         return len(self.paths)
 
     def __getitems__(self, keys):
-        """(images uint8 (N, 3, size, size), targets int64 (N,), which images were found damaged int64 (any,))"""
+        """Return images uint8 (N, 3, size, size), targets int64 (N,), indices of damaged images int64 (any,)."""
         images = torch.zeros(len(keys), 3, *self.image_size, dtype=torch.uint8)
-        targets = torch.full((len(keys),), -1)
+        targets = torch.full((len(keys),), IGNORED)
         damaged = []
         for k, (epoch, index) in enumerate(keys):
             image, used = self._read(index, damaged)
             if image is not None:
-                if self.seed is not None:  # whole numbers have the same hash in every process
+                if self.seed is not None:  # integers have the same hash in every process
                     torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
                 images[k], targets[k] = self.transform(image), self.targets[used]
         return images, targets, torch.tensor(damaged, dtype=torch.int64)
 
     def _read(self, index, damaged):
-        """An image, or what stands in for it, and its index; (None, index) if nothing does."""
-        for used in range(index, index + (1 if self.seed is None else TRIES)):
+        """Return an image or its replacement, and the index of what was read; (None, index) if there is neither."""
+        for used in range(index, index + (1 if self.seed is None else MAX_TRIES)):
             used %= len(self)
             try:
                 return read_image(self.paths[used]), used
@@ -72,11 +78,11 @@ class Images(Dataset):
 
 
 class DummyImages(Dataset):
-    """Made-up images, the same few again and again: what a benchmark needs, and nothing to learn.
+    """Generated images for benchmarks: the same 64 again and again.
 
     Args:
-        count: int, how many to pretend.
-        size: int, pixels a side.
+        count: int, the length of the dataset.
+        size: int, pixels per side.
         num_classes: int.
     """
 
@@ -95,36 +101,14 @@ class DummyImages(Dataset):
         return self.images[indices], self.targets[indices], torch.tensor([], dtype=torch.int64)
 
 
-def find_folders(train, val):
-    """The folders of training and test images: (train, val), for a folder of both or for one of each.
-
-    Args:
-        train: str, holds class folders; or train/ and, unless `val` is given, val/ or test/.
-        val: str or None.
-
-    Raises:
-        UserError: they are not there.
-    """
-    root = train
-    if not os.path.isdir(root):
-        raise UserError(f"{root} is no folder: expected one with train/CLASS/*.jpg and val/CLASS/*.jpg")
-    if os.path.isdir(os.path.join(root, "train")):
-        train = os.path.join(root, "train")
-        val = val or next((p for p in (os.path.join(root, s) for s in ("val", "test")) if os.path.isdir(p)), None)
-    if val is None or not os.path.isdir(val):
-        found = f"{val} is no folder" if val else f"{root} has no train/ with val/ or test/ beside it"
-        raise UserError(f"{found}: expected test images in class folders; name theirs with --val-path DIR")
-    return train, val
-
-
 def build_datasets(args):
-    """The training set and the test set.
+    """Build the training set and the validation set.
 
     Args:
         args: reads train_path, val_path, image_size, seed and dummy.
 
     Raises:
-        UserError: there are no images, or the two have other classes.
+        UserError: there are no images, or the two have different classes.
     """
     if args.dummy:
         return DummyImages(args.dummy, args.image_size), DummyImages(max(1, args.dummy // 25), args.image_size)
@@ -135,65 +119,132 @@ def build_datasets(args):
         only = train if odd in train_set.classes else val
         raise UserError(f"class {odd} is only in {only}: expected the same classes in {train} and {val}")
     if len(train_set.classes) < 2:
-        raise UserError(f"1 class in {train}: expected 2 or more, one folder each; one is no choice")
+        raise UserError(f"1 class in {train}: expected 2 or more, one folder for each")
     return train_set, val_set
 
 
+def find_folders(train, val):
+    """Return the folders of training and validation images, given a folder of both or one for each.
+
+    Args:
+        train: str, holds class folders; or train/ and, unless `val` is given, val/ or test/.
+        val: str or None.
+
+    Raises:
+        UserError: they do not exist.
+    """
+    root = train
+    if not os.path.isdir(root):
+        raise UserError(f"{root} is not a folder: expected one with train/CLASS/*.jpg and val/CLASS/*.jpg")
+    if os.path.isdir(os.path.join(root, "train")):
+        train = os.path.join(root, "train")
+        val = val or next((p for p in (os.path.join(root, s) for s in ("val", "test")) if os.path.isdir(p)), None)
+    if val is None or not os.path.isdir(val):
+        found = f"{val} is not a folder" if val else f"{root} has no train/ with val/ or test/ beside it"
+        raise UserError(f"{found}: expected validation images in class folders; name their folder with --val-path DIR")
+    return train, val
+
+
+def list_images(root):
+    """Return the image files of an ImageFolder tree: paths, targets int64 (N,), class names."""
+    try:
+        folder = ImageFolder(root, allow_empty=True)
+    except FileNotFoundError:
+        raise UserError(f"{root} has no class folders: expected {root}/CLASS/*.jpg") from None
+    targets = torch.tensor(folder.targets, dtype=torch.int64)
+    counts = targets.bincount(minlength=len(folder.classes))
+    if not counts.all():
+        empty = os.path.join(root, folder.classes[int(counts.argmin())])
+        raise UserError(f"{empty} has no images (.jpg, .png, ...): put some there or delete the folder")
+    return [path for path, _ in folder.samples], targets, folder.classes
+
+
+def read_image(path):
+    """Decode an image file as uint8 (3, H, W).
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        return v2.functional.to_dtype(decode_image(path, ImageReadMode.RGB), torch.uint8, scale=True)
+    except RuntimeError:
+        pass  # a format that Pillow reads and torchvision does not (bmp, tiff), or a damaged file
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would clip
+                image = image.convert("I").point(lambda level: level / 256)
+            return v2.functional.pil_to_tensor(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"{path} is not a readable image ({one_line(error)}); delete it or replace it") from None
+
+
 def build_loader(dataset, batches, workers, local_world_size):
-    """The ordinary DataLoader for batches of uint8 images.
+    """Build the ordinary DataLoader, for batches of uint8 images.
 
     Args:
         dataset: Images or DummyImages.
         batches: GlobalBatches.
-        workers: int or None: the process's share of the cores, or none for images that are in memory.
+        workers: int, or None for this process's share of the cores (for DummyImages, none).
         local_world_size: int, the processes on this machine, which share its cores.
     """
     if workers is None:
         workers = 0 if isinstance(dataset, DummyImages) else cores_per_process(local_world_size)
-    # Python, as it ends, would send workers SIGTERM, to which they are deaf, and wait for them.
-    util.Finalize(None, kill_workers, exitpriority=100)
+    # When Python exits it sends SIGTERM to the workers, which ignore it, and waits for them.
+    util.Finalize(None, _kill_workers, exitpriority=100)
     return DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
-        collate_fn=as_it_is,  # __getitems__ has made the batch already
-        worker_init_fn=_leave_signals_to_main,
+        collate_fn=identity_collate,
+        worker_init_fn=_ignore_signals,
     )
 
 
 def build_normalize(channels_last, device):
-    """What turns uint8 (N, 3, H, W) on the device into float32 of about mean 0 and deviation 1."""
+    """Return the function that turns uint8 (N, 3, H, W) on the device into float32 of mean 0 and deviation 1, about."""
     mean, std = (torch.tensor(s, device=device)[:, None, None] for s in (MEAN, STD))
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return lambda images: (images.contiguous(memory_format=memory_format) / std).sub_(mean / std)
 
 
-def on_device(loader, device, damage):
-    """Yield the loader's batches on the device; on a GPU each is copied while the step before it computes."""
-    cuda = device.type == "cuda"
-    stream = torch.cuda.Stream() if cuda else None
-    ready = None
-    for *batch, damaged in loader:
-        damage.note(damaged)
-        with torch.cuda.stream(stream):  # without a GPU this does nothing
-            copied = [tensor.to(device, non_blocking=True) for tensor in batch]
-        if not cuda:
-            yield copied
-            continue
+class DeviceLoader:
+    """Batches on the device: (images uint8, targets). On a GPU, each is copied while the step before it computes.
+
+    Args:
+        dataset, batches, workers: see build_loader.
+        d: Distributed.
+        group: a gloo process group of all ranks.
+    """
+
+    def __init__(self, dataset, batches, workers, d, group):
+        self.loader, self.device = build_loader(dataset, batches, workers, d.local_world_size), d.device
+        self.damaged = DamagedImages(dataset, group)
+
+    def __iter__(self):
+        cuda = self.device.type == "cuda"
+        stream = torch.cuda.Stream() if cuda else None
+        ready = None
+        for *batch, damaged in self.loader:
+            self.damaged.add(damaged)
+            with torch.cuda.stream(stream):  # without a GPU this does nothing
+                copied = [tensor.to(self.device, non_blocking=True) for tensor in batch]
+            if not cuda:
+                yield copied
+                continue
+            if ready is not None:
+                yield ready
+            torch.cuda.current_stream().wait_stream(stream)
+            for tensor in copied:
+                tensor.record_stream(torch.cuda.current_stream())  # its memory is not reused while a step reads it
+            ready = copied
         if ready is not None:
             yield ready
-        torch.cuda.current_stream().wait_stream(stream)
-        for tensor in copied:
-            tensor.record_stream(torch.cuda.current_stream())  # not to be reused while a step still reads it
-        ready = copied
-    if ready is not None:
-        yield ready
 
 
-class Damage:
-    """The damaged images of a dataset: each named once, by rank 0, and an error when they are too many.
+class DamagedImages:
+    """The damaged images of a dataset. Rank 0 names each of them once; too many are an error.
 
     Args:
         dataset: Images.
@@ -202,33 +253,48 @@ class Damage:
 
     def __init__(self, dataset, group):
         self.dataset, self.group = dataset, group
-        self.found, self.new = set(), set()
+        self.known, self.new = set(), set()
 
-    def note(self, indices):
+    def add(self, indices):
+        """Note what this rank found."""
         self.new |= set(indices.tolist())
 
-    def tell(self):
-        """Tell all ranks what each has found; all must call it.
+    def sync(self):
+        """Exchange what the ranks found. Every rank must call it.
 
         Raises:
             UserError: more than 1 % of the images are damaged.
         """
-        noted = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(noted, self.new, group=self.group)
-        new, self.new = sorted(set().union(*noted) - self.found), set()
-        self.found |= set(new)
+        per_rank = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(per_rank, self.new, group=self.group)
+        new, self.new = sorted(set().union(*per_rank) - self.known), set()
+        self.known |= set(new)
         if dist.get_rank(self.group) == 0:
             for index in new:
                 print(f"damaged, left out: {self.dataset.paths[index]}", file=sys.stderr, flush=True)
-        if len(self.found) > MAX_DAMAGED * len(self.dataset):
+        if len(self.known) > MAX_DAMAGED * len(self.dataset):
             raise UserError(
-                f"{len(self.found)} of {len(self.dataset)} images are damaged, {self.dataset.paths[min(self.found)]} "
-                f"for one: expected at most {MAX_DAMAGED:.0%}; delete them or put good copies there"
+                f"{len(self.known)} of {len(self.dataset)} images are damaged, for example "
+                f"{self.dataset.paths[min(self.known)]}: expected at most {MAX_DAMAGED:.0%}; delete or replace them"
             )
 
 
-def _leave_signals_to_main(worker):
-    """In a worker: signals reach every process of a job, and the main process needs its batches until it has saved."""
-    leave_ctrl_c_to_main(worker)
-    stop.ignore()
-    end_with_parent()  # of a main process that is killed, workers with a batch to hand over would wait for ever
+def identity_collate(batch):
+    """Return the batch as it is: __getitems__ has put it together already."""
+    return batch
+
+
+def _ignore_signals(worker):
+    """Leave signals to the main process, which needs batches from its workers until it has saved."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals.ignore()
+    signals.exit_with_parent()  # if the main process is killed, a worker with a batch to deliver would wait for ever
+    show = sys.excepthook  # after Ctrl-C the main process closes the connection while a worker delivers a batch
+    sys.excepthook = lambda kind, *rest: None if issubclass(kind, ConnectionError) else show(kind, *rest)
+
+
+def _kill_workers():
+    with contextlib.suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, a thread may not set it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the DataLoader reports the workers as lost
+    for child in multiprocessing.active_children():
+        child.kill()

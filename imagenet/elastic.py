@@ -1,4 +1,4 @@
-"""What lets processes come and go while the training stays the same: batches of any number of ranks, and votes."""
+"""How a training continues on another number of processes: batches for any number of ranks, votes, restarts."""
 
 import logging
 import math
@@ -9,30 +9,35 @@ import time
 import torch
 import torch.distributed as dist
 
+from common.distributed import LaunchError
 from common.errors import UserError
-from imagenet.signals import AGAIN
+from imagenet import signals
 
-OWN_SIGNAL = 10  # seconds until torchrun's own must have come
+SIGNAL_DELAY = 10  # seconds: by then torchrun's own signal has arrived
 
 log = logging.getLogger(__name__)
 
 
-class GlobalBatches:
-    """Which images this rank takes in each micro-batch: a batch_sampler, for any number of ranks.
+class Stopped(Exception):
+    """All ranks agreed to stop at this point, because a signal reached one of them."""
 
-    The images of an epoch, and of each of its steps, depend on the seed and the epoch alone. Ranks and micro-batches
-    only cut a step's images into pieces, as equal as can be, so those who come and go change nothing else.
-    No image is left out or taken twice: the N images of an epoch make ceil(N / batch_size) steps, also of sizes as
-    equal as can be, instead of a small last one. (DistributedSampler repeats images, drop_last leaves some out.)
+
+class GlobalBatches:
+    """A batch_sampler that gives every rank its share of each global batch, for any number of ranks.
+
+    The images of an epoch and of each of its steps depend only on the seed and the epoch. Ranks and micro-batches cut
+    the images of a step into pieces of nearly equal size, so a rank more or less changes nothing else.
+    Every image is used exactly once: the N images of an epoch make ceil(N / batch_size) steps of nearly equal size,
+    without a small last one. (DistributedSampler repeats images, drop_last leaves some out.)
 
     Yields:
-        list of (epoch, index): a data loader's workers live on from epoch to epoch, so they learn it this way.
+        list of (epoch, index). The epoch is part of it because loader workers live longer than an epoch.
 
     Args:
         images: int, N.
-        batch_size: int, global.
+        batch_size: int, the global batch size.
         rank, world_size: int.
-        accumulate: int, the micro-batches of a step.
+        accumulate: int, micro-batches per step.
         seed: int, or None to keep the images in order.
     """
 
@@ -43,18 +48,18 @@ class GlobalBatches:
         self.set_epoch(0)
 
     def set_epoch(self, epoch, first_step=0):
-        """Say which epoch comes next, and at which of its steps to begin."""
+        """Set the next epoch, and the step at which it starts."""
         self.epoch, self.first_step = epoch, first_step
 
     def __len__(self):
         return (self.steps - self.first_step) * self.accumulate
 
     def step_size(self, step):
-        """The images of a step, on all ranks together."""
+        """Return the number of images of a step on all ranks together."""
         return self._cut(self.images, step + 1, self.steps) - self._cut(self.images, step, self.steps)
 
     def piece_sizes(self):
-        """The fewest and the most images of a micro-batch on one rank."""
+        """Return the smallest and the largest number of images of a micro-batch on one rank."""
         pieces = self.world_size * self.accumulate
         largest_step = math.ceil(self.images / self.steps)
         return self.images // self.steps // pieces, math.ceil(largest_step / pieces)
@@ -68,24 +73,24 @@ class GlobalBatches:
         for step in range(self.first_step, self.steps):
             begin, size = self._cut(self.images, step, self.steps), self.step_size(step)
             for piece in range(self.rank * self.accumulate, (self.rank + 1) * self.accumulate):
-                some = range(begin + self._cut(size, piece, pieces), begin + self._cut(size, piece + 1, pieces))
-                yield [(self.epoch, order[k]) for k in some]
+                positions = range(begin + self._cut(size, piece, pieces), begin + self._cut(size, piece + 1, pieces))
+                yield [(self.epoch, order[k]) for k in positions]
 
     @staticmethod
     def _cut(count, piece, pieces):
-        """Where a piece begins, when `count` things are cut into pieces as equal as can be."""
+        """Return where a piece begins when `count` items are cut into pieces of nearly equal size."""
         return count * piece // pieces
 
 
 class Votes:
-    """What any rank wishes, known to all of them at the same step: to stop, to save.
+    """Wishes of single ranks (to stop, to save) that all ranks learn at the same step.
 
-    A signal reaches one process at a time, but a rank that left alone would leave the others waiting for it. So the
-    ranks vote in every step. The vote is on its way while the step computes, and is counted at its end.
+    A signal reaches one process. If that rank stopped alone, the others would wait for it. So all ranks vote in every
+    step: the vote travels while the step computes, and is counted at its end.
 
     Args:
-        group: a gloo process group of all ranks, of its own even where gradients travel by NCCL: counting the votes
-            then does not make the CPU wait for the GPU.
+        group: a gloo process group of all ranks. Even where gradients use NCCL, counting votes must not make the CPU
+            wait for the GPU.
     """
 
     def __init__(self, group):
@@ -96,20 +101,33 @@ class Votes:
         self.work = dist.all_reduce(self.wishes, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def count(self):
-        """For each wish, whether any rank has it."""
+        """Return, for each wish, whether any rank has it."""
         self.work.wait()
         return [bool(wish) for wish in self.wishes]
 
 
-def check_restarts(d, resume):
-    """Whether torchrun's restarts can work at all.
-
-    torchrun's agents share one store over all restarts unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: workers that come
-    back then read the addresses of those that are gone, and wait for them. The agents must have it, so a script can
-    only tell.
+def check_launch(args, d):
+    """Check that the launcher is the one of --dist-init-method, and that restarts can work.
 
     Raises:
-        UserError: each restart would begin at zero.
+        LaunchError, UserError: see the messages.
+    """
+    check_restarts(d, args.resume or args.evaluate)
+    expected = {"env": ("torchrun", "nodes"), "slurm": ("srun",)}.get(args.dist_init_method, (d.launcher,))
+    if d.launcher not in expected:
+        command = "srun python" if args.dist_init_method == "slurm" else "torchrun --nproc-per-node=2"
+        raise LaunchError(f"--dist-init-method {args.dist_init_method}: found {d.launcher}; {command} 06_imagenet.py")
+
+
+def check_restarts(d, resume):
+    """Check that a restart by torchrun continues the training.
+
+    torchrun's agents share one store over all restarts unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Restarted workers
+    then read the addresses of the workers before them, and wait for those. Only the agents can read the variable, so
+    a script can only warn.
+
+    Raises:
+        UserError: each restart would train from the beginning.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts == "0":
@@ -123,14 +141,14 @@ def check_restarts(d, resume):
         )
 
 
-def leave(launcher, stop):
-    """End this process with the exit code AGAIN, all having been saved, at a moment when that is no failure.
+def exit_for_requeue(launcher):
+    """Exit with code 75 when torchrun does not count it as a failure. The state must be saved.
 
-    When a machine joins, every torchrun ends its own workers, one a little later than another. A worker whose
-    torchrun has not got to it yet waits for that: to end before would count as a crash.
+    When a machine joins, each torchrun stops its own workers, some a little later than others. A worker that exits
+    before its torchrun has sent the signal counts as crashed, so it waits for the signal.
     """
-    deadline = time.monotonic() + OWN_SIGNAL
-    while launcher == "torchrun" and stop.signal is None and time.monotonic() < deadline:
+    deadline = time.monotonic() + SIGNAL_DELAY
+    while launcher == "torchrun" and signals.stop.signal is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    stop.ignore()
-    sys.exit(AGAIN)
+    signals.ignore()
+    sys.exit(signals.EXIT_REQUEUE)

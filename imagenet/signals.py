@@ -1,8 +1,11 @@
-"""Signals that ask a run to save and leave; imported before torch, whose import takes seconds.
+"""Signals that ask a run to save and exit.
 
-SIGTERM is what torchrun sends when a machine has joined or gone, and Slurm when it wants the machine back; SIGUSR1 is
-what sbatch --signal sends ahead of the time limit. Until training has begun there is nothing to save, and they end
-the process; from then on they only set `stop.signal`, which the training loop looks at.
+SIGTERM: torchrun sends it when a machine joins or fails, Slurm when it needs the machine for another job.
+SIGUSR1: Slurm sends it before the time limit, if the job asked for it (sbatch --signal).
+
+install() sets the handlers. Before training starts there is nothing to save, so a signal ends the process at once.
+Afterwards it is only noted in `stop.signal`, which the training loop checks in every step. This file does not import
+torch: 06 calls install() first, because importing torch takes seconds in which a signal may already arrive.
 """
 
 import ctypes
@@ -11,46 +14,52 @@ import signal
 import sys
 
 SIGNALS = [name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # Windows has no SIGUSR1
-AGAIN = 75  # the exit code of a run that was stopped and can go on: EX_TEMPFAIL of sysexits.h
+EXIT_REQUEUE = 75  # the exit code of a run that saved and can continue: EX_TEMPFAIL in sysexits.h
 
 
-class Stop:
-    """Which signal has asked this process to stop; the handlers are installed when it is made."""
+class StopRequest:
+    """The request of a signal to stop this process."""
 
     def __init__(self):
-        self.signal = None  # its name
-        self.training = False
-        for name in SIGNALS:
-            signal.signal(getattr(signal, name), self._note)
-
-    def ignore(self):
-        """The process ends anyway now; Python, as it ends, would give signals their default back, which kills."""
-        for name in SIGNALS:
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-
-    def _note(self, number, frame):
-        self.signal = signal.Signals(number).name
-        if not self.training:
-            sys.exit(AGAIN)
+        self.signal = None  # the name of the signal, once it has arrived
+        self.training = False  # set to True when training starts
 
 
-def end_with_torchrun():
-    """Kill this process when the torchrun that has started it is gone; on Linux alone.
+stop = StopRequest()
 
-    A torchrun that is killed itself (SIGKILL) cannot end its workers, which would go on training and writing
-    checkpoints beside those that replace them.
+
+def install():
+    """Handle SIGTERM and SIGUSR1 in this process."""
+    for name in SIGNALS:
+        signal.signal(getattr(signal, name), _note)
+
+
+def ignore():
+    """Ignore both signals. When Python exits it restores the default handlers, which would kill the process."""
+    for name in SIGNALS:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def _note(number, frame):
+    stop.signal = signal.Signals(number).name
+    if not stop.training:
+        sys.exit(EXIT_REQUEUE)
+
+
+def exit_with_torchrun():
+    """Kill this process when the torchrun that started it dies. Linux only.
+
+    A torchrun that is killed (SIGKILL) cannot stop its workers. They would continue to train and to write checkpoints
+    beside the workers that replace them.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
+        exit_with_parent()
 
 
-def end_with_parent():
-    """Kill this process when the one that has started it is gone; on Linux alone."""
+def exit_with_parent():
+    """Kill this process when the process that started it dies. Linux only."""
     if sys.platform == "linux":
         parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of linux/prctl.h
-        if os.getppid() != parent:  # it went before that
-            os._exit(AGAIN)
-
-
-stop = Stop()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG in linux/prctl.h
+        if os.getppid() != parent:  # it died before the call
+            os._exit(EXIT_REQUEUE)

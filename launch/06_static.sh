@@ -1,32 +1,33 @@
 #!/usr/bin/env bash
-# 06_imagenet.py on a fixed number of machines, each of which is told its number: 0, 1 and so on.
+# Run 06_imagenet.py on a fixed number of machines. The first argument is the machine's number: 0, 1 and so on.
 #
-#     launch/06_static.sh 0 data/imagenet @recipes/resnet50.args    # on the machine named below
-#     launch/06_static.sh 1 data/imagenet @recipes/resnet50.args    # on the other
+#     launch/06_static.sh 0 data/imagenet @recipes/resnet50.args    # on the machine named in `master`
+#     launch/06_static.sh 1 data/imagenet @recipes/resnet50.args    # on the other machine
 #
-# With the Python environment active. Edit the lines below, alike on all machines.
-master=${MASTER:-10.0.0.1}    # machine 0, as the others reach it
-port=${PORT:-29500}           # a free one there, and open to the others
-nodes=${NODES:-2}             # machines
-processes=${PROCESSES:-auto}  # on each: a number; auto: as many as GPUs, or else cores
-interface=${INTERFACE:-}      # what the machines reach each other by, as eth0; empty: found by the machine's name
+# Activate the Python environment first. Edit the lines below; they must be the same on all machines.
+master=${MASTER:-10.0.0.1}    # name or address of machine 0, as the other machines reach it
+port=${PORT:-29500}           # a free port on machine 0 that the other machines can reach
+nodes=${NODES:-2}             # number of machines
+processes=${PROCESSES:-auto}  # processes per machine: a number, or auto: one per GPU, without GPUs one per core
+interface=${INTERFACE:-}      # network interface between the machines, such as eth0; empty: found by host name
 
 set -euo pipefail
 
 node_rank=${1:-}
 if ! [[ $node_rank =~ ^[0-9]+$ && $node_rank -lt $nodes ]]; then
-    echo "06_static.sh: error: number '$node_rank' of a machine: expected 0 to $((nodes - 1)) before the flags of 06" >&2
+    echo "06_static.sh: error: machine number '$node_rank': expected 0 to $((nodes - 1)) as the first argument;" \
+        "launch/06_static.sh 0 data/imagenet" >&2
     exit 2
 fi
 shift
 
-# A name that /etc/hosts gives to 127.0.1.1, as Debian does, would send the others to themselves.
+# Needed where /etc/hosts maps the machine's name to 127.0.1.1, as on Debian: other machines cannot connect to that.
 if [[ -n $interface ]]; then
     export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
 fi
 
-# No --max-restarts: with fixed machines one torchrun's restart is unknown to the others. If one fails, all end; then
-# give the same commands again: --resume goes on from the newest checkpoint. 06_elastic.sh does that by itself.
+# No --max-restarts: with fixed machines, the other torchruns do not notice a restart. If a process fails, all end. Run
+# the same commands again: --resume continues from the newest checkpoint. 06_elastic.sh restarts by itself.
 exec torchrun --nnodes="$nodes" --node-rank="$node_rank" --nproc-per-node="$processes" \
     --master-addr="$master" --master-port="$port" \
     "$(dirname "$0")/../06_imagenet.py" "$@" --resume

@@ -34,8 +34,8 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.distributed import LaunchError, find_launcher, lost_peer, open_store, setup_device, split_url
-from common.errors import one_line_errors
+from common.distributed import LaunchError, find_launcher, open_store, setup_device
+from common.errors import lost_peer, one_line_errors
 
 ARRIVAL = 20  # seconds for rank 0 to be there, since it may have more to load
 QUIET = 10  # seconds without a word from a rank: then it counts as dead
@@ -564,8 +564,8 @@ def parse_args():
 
 def main():
     args = parse_args()
-    launcher, rank, world_size, local_rank, local_world_size, url = find_launcher()
-    store, connect = open_stores(url, rank, world_size)
+    launcher, rank, world_size, local_rank, local_world_size, address = find_launcher()
+    store, connect = open_stores(address, rank, world_size)
     pulse = Pulse(connect(), rank)
 
     me = facts(rank, world_size, local_rank, local_world_size, launcher)
@@ -583,14 +583,14 @@ def main():
     os._exit(code)  # threads, and perhaps a collective that will never end, are left behind
 
 
-def open_stores(url, rank, world_size):
+def open_stores(address, rank, world_size):
     """The store, and a function that connects to it once more: one connection serves one thread, and may wait."""
     if world_size == 1:
         store = dist.HashStore()
         return store, lambda: store
-    if url:
-        host, port = split_url(url)
-        store = open_store(url, rank, world_size, datetime.timedelta(seconds=ARRIVAL))
+    if address:
+        host, port, _ = address
+        store = open_store(address, rank, world_size, datetime.timedelta(seconds=ARRIVAL))
     else:  # torchrun's, which outlives restarts
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     prefix = f"preflight {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
@@ -598,7 +598,7 @@ def open_stores(url, rank, world_size):
     def connect():
         return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
 
-    return (dist.PrefixStore(prefix, store) if url else connect()), connect
+    return (dist.PrefixStore(prefix, store) if address else connect()), connect
 
 
 def lead(store, me, world_size, work, args):

@@ -1,6 +1,6 @@
-"""What the notebooks share: records that are checked, one look, figures that show something.
+"""Functions shared by the notebooks: load and check records, draw charts in one style, save figures.
 
-Colours are those of Okabe and Ito, which the colour-blind tell apart; every series has a marker of its own too.
+The colours are from Okabe and Ito, for readers with colour blindness. Every series also has its own marker.
 """
 
 import os
@@ -35,16 +35,16 @@ plt.rcParams.update({
 
 
 def load(name, columns, alike=(), only=None):
-    """The records of an experiment on MACHINE; says what they were measured on.
+    """Return the records of an experiment on MACHINE, and print the hardware they were measured on.
 
     Args:
-        name: of the experiment.
-        columns: {name: type} that the notebook draws.
-        only: settings of the records to take, where an experiment has more than one kind.
-        alike: columns that must hold one value in all records, or the chart would mix what cannot be compared.
+        name: name of the experiment.
+        columns: {name: type} of the columns that the notebook draws.
+        alike: columns that must have the same value in all records, so that the chart compares like with like.
+        only: settings of the records to select, if an experiment has more than one kind.
 
     Raises:
-        RecordError: the message says what is missing, or mixed.
+        RecordError: a column is missing, or its values differ. The message names it.
     """
     lines = records.load(name, MACHINE, columns, only or {})
     comparable(name, lines, *alike)
@@ -56,32 +56,32 @@ def load(name, columns, alike=(), only=None):
 
 
 def comparable(name, lines, *columns):
-    """Refuse records that do not agree in these columns.
+    """Check that all records have the same value in each of these columns.
 
     Raises:
-        RecordError: the message says in which.
+        RecordError: they do not. The message names the column.
     """
     for column in columns:
         values = sorted({str(line.get(column)) for line in lines})
         if len(values) > 1:
             raise RecordError(
                 f"results/{name}/{MACHINE}.jsonl mixes runs with {column} {' and '.join(values)}: "
-                f"record quick tries under another name, with --machine"
+                f"record quick trials under another name, with --machine"
             )
 
 
 def last_epochs(name, lines):
-    """The records of each run's last epoch, which must be the same for all."""
+    """Return the record of each run's last epoch. All runs must have the same number of epochs."""
     last = [run[-1] for run in group(lines, "started", "command").values()]
     comparable(name, last, "epoch")
     return last
 
 
 def need(data, label):
-    """The data of a series, which must be there: a figure that lacks it looks as if all were well.
+    """Return the data of a series. Without this check, a figure without the series would look correct.
 
     Raises:
-        RecordError: there is none.
+        RecordError: there is no data.
     """
     if not data:
         raise RecordError(f"nothing to draw for {label!r} on {MACHINE}: python tools/experiments.py --list")
@@ -89,7 +89,7 @@ def need(data, label):
 
 
 def line(ax, points, label, **style):
-    """Draw the mean of each x as a line, and every single value as a faint dot.
+    """Draw the mean for each x as a line, and each value as a faint dot.
 
     Args:
         points: {x: list of values}.
@@ -102,24 +102,24 @@ def line(ax, points, label, **style):
 
 
 def bars(ax, values, color):
-    """Draw the median of each list of values as a bar, and the least and the greatest as a whisker.
+    """Draw the median of each list of values as a bar, and minimum to maximum as a whisker.
 
     Args:
         values: {label: list of values}, drawn from top to bottom.
     """
-    for y, (label, some) in enumerate(values.items()):
-        middle = median(some)
+    for y, (label, measured) in enumerate(values.items()):
+        middle = median(measured)
         ax.barh(y, middle, color=color if isinstance(color, str) else color[label], height=0.65)
-        ax.plot([min(some), max(some)], [y, y], color="black", linewidth=1)
-        ax.text(max(some), y, f"  {middle:.2f}", va="center", fontsize=8)
+        ax.plot([min(measured), max(measured)], [y, y], color="black", linewidth=1)
+        ax.text(max(measured), y, f"  {middle:.2f}", va="center", fontsize=8)
     ax.set_yticks(range(len(values)), values)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
-    ax.set_xlim(0, 1.18 * max(max(some) for some in values.values()))
+    ax.set_xlim(0, 1.18 * max(max(measured) for measured in values.values()))
 
 
 def processes_axis(ax, counts, label="processes"):
-    """A logarithmic axis of numbers of processes, marked where there are any."""
+    """Make the x axis logarithmic, with a tick for each number of processes."""
     ax.set_xscale("log", base=2)
     ax.set_xticks(sorted(counts), [str(n) for n in sorted(counts)])
     ax.minorticks_off()
@@ -127,10 +127,10 @@ def processes_axis(ax, counts, label="processes"):
 
 
 def save(fig, name):
-    """Write a figure to docs/figures/NAME.png; under MACHINE's name too, if it is another than that of the docs.
+    """Write a figure to docs/figures/NAME.png, or to NAME-MACHINE.png if MACHINE is not the machine of the docs.
 
     Raises:
-        RecordError: one of its axes shows no data, or does not say what it shows.
+        RecordError: one of its axes has no data or no label.
     """
     for k, ax in enumerate(fig.axes, start=1):
         if not ax.has_data():
@@ -144,7 +144,7 @@ def save(fig, name):
 
 
 def fingerprint(name):
-    """A hash of all that a figure is drawn from: a figure in docs/ that holds another one is stale."""
+    """Return a hash of the sources of a figure. A figure in docs/ with a different hash is stale."""
     import hashlib
 
     sources = [ROOT / f"notebooks/{name}.ipynb", Path(__file__), ROOT / "results/published.json"]

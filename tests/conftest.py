@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
 from common.distributed import free_port
@@ -64,6 +65,8 @@ def run(monkeypatch, capfd):
             runpy.run_path(script, run_name="__main__")
         except SystemExit as end:
             code = end.code
+        if dist.is_initialized():  # after an error
+            dist.destroy_process_group()
         out, err = capfd.readouterr()
         return SimpleNamespace(code=code, out=out, err=err)
 
@@ -140,6 +143,7 @@ def parse(monkeypatch, script, *given):
     with monkeypatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", [script, *map(str, given)])
+        patch.setattr("imagenet.signals.install", lambda: None)  # this process keeps its handlers
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
         with pytest.raises(Parsed) as end:
             runpy.run_path(script, run_name="__main__")
@@ -178,15 +182,19 @@ def large_folder(tmp_path):
 
 
 TRAIN = """\
+import os
 import torch
 from distributed import cleaned_up, setup_distributed, sum_over_ranks
 
 @cleaned_up()
 def main():
     d = setup_distributed()
-    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2).to(d.device))
-    net(torch.ones(1, 4, device=d.device)).sum().backward()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2).to(d.device))
+    model(torch.ones(1, 4, device=d.device)).sum().backward()
     total = sum_over_ranks(torch.tensor(d.rank + 1, device=d.device))
+    ranks = (d.rank, d.world_size, d.local_rank, d.local_world_size)  # which other code reads from the environment
+    assert [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == [*ranks]
+    assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
     print(f"{d.launcher} {d.rank} of {d.world_size}, {d.local_rank} of {d.local_world_size}, sum {total}\\n", end="")
 
 main()

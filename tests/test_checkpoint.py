@@ -5,6 +5,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from conftest import need
 from ranks import context
 
-from common.distributed import cleanup
 from common.errors import UserError
 from imagenet import checkpoint
-from imagenet.checkpoint import BEST, Checkpoints, Damaged, Every, decode, load_weights, read_file, write_file
+from imagenet.checkpoint import BEST, Checkpoints, Damaged, SaveInterval, decode, load_weights, read_file, write_file
+
+RANK_0 = SimpleNamespace(rank=0, local_rank=0)
 
 
 @pytest.fixture
@@ -25,13 +27,13 @@ def open_checkpoints(tmp_path):
     opened = []
 
     def open_checkpoints(folder=tmp_path / "checkpoints", keep=3, patience=30):
-        opened.append(Checkpoints(str(folder), 0, 0, dist.group.WORLD, keep, patience))
+        opened.append(Checkpoints(str(folder), RANK_0, dist.group.WORLD, keep, patience))
         return opened[-1]
 
     yield open_checkpoints
     for checkpoints in opened:
         checkpoints.thread.shutdown()
-    cleanup()
+    dist.destroy_process_group()
 
 
 def state(step, size=1000):
@@ -69,7 +71,7 @@ def test_the_newest_few_are_kept_and_the_best(open_checkpoints):
 
 def test_no_checkpoint_is_no_error(open_checkpoints):
     checkpoints = open_checkpoints()
-    assert checkpoints.load() is None and not checkpoints.exist()
+    assert checkpoints.load() == (None, None) and not checkpoints.exist()
 
 
 class Code:
@@ -111,7 +113,7 @@ def put_a_number_in(path):
 
 DAMAGE = {
     truncate: "no checksum at its end",
-    flip_one_bit: "its checksum is not that of its content",
+    flip_one_bit: "its checksum does not match its content",
     empty: "it is empty",
     make_a_folder: "Is a directory",
     put_code_in: "it would run code",
@@ -166,7 +168,7 @@ def test_a_disk_that_is_too_slow_costs_a_checkpoint_and_not_the_run(open_checkpo
     checkpoints = open_checkpoints(patience=0.1)
     for step in (1, 2):
         checkpoints.save(state(step))
-    assert "still saving step-00000001.pt: step-00000002.pt is left out" in caplog.text
+    assert "still saving step-00000001.pt: step-00000002.pt is skipped" in caplog.text
     threading.Timer(0.5, go_on.set).start()
     checkpoints.save(state(3), last=True)
     checkpoints.finish()
@@ -213,12 +215,12 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_and_training_goes_on(open_
     checkpoints.save(state(1, size=100_000))
     checkpoints.save(state(2, size=250_000))  # does not fit beside the first one
     checkpoints.save(state(3, size=1000))
-    assert "step-00000002.pt: No space left on device; training goes on" in caplog.text
+    assert "step-00000002.pt: No space left on device; training continues" in caplog.text
     checkpoints.finish()
     assert names(small_disk) == ["step-00000001.pt", "step-00000003.pt"]
     checkpoints = open_checkpoints(small_disk)
     checkpoints.save(state(4, size=250_000))
-    with pytest.raises(UserError, match="No space left on device; the checkpoints before it are whole: make room"):
+    with pytest.raises(UserError, match="No space left on device; the checkpoints before it are complete: free"):
         checkpoints.finish()
     assert open_checkpoints(small_disk).load()[0]["step"] == 3
 
@@ -244,15 +246,15 @@ def test_weights_come_from_a_checkpoint_or_a_state_dict_and_from_nothing_else(tm
     assert not (tmp_path / "it-ran").exists()
 
 
-def test_every_counts_steps_or_seconds():
-    assert [step for step in range(1, 10) if Every("3").due(step)] == [3, 6, 9]
-    every = Every("1s")
-    assert not every.due(1)
-    every.last -= 1
-    assert every.due(2) and not every.due(3)
+def test_a_save_interval_counts_steps_or_seconds():
+    assert [step for step in range(1, 10) if SaveInterval("3").due(step)] == [3, 6, 9]
+    interval = SaveInterval("1s")
+    assert not interval.due(1)
+    interval.last_save -= 1
+    assert interval.due(2) and not interval.due(3)
     for text in ("0", "-1", "s", "1m", "1.5s", ""):
         with pytest.raises(Exception, match="expected steps, as 100, or seconds, as 600s"):
-            Every(text)
+            SaveInterval(text)
 
 
 def test_a_file_that_is_not_there_is_damaged_too(tmp_path):

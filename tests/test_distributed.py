@@ -1,5 +1,7 @@
 """setup_distributed: who started this process, and do the ranks meet? No launcher runs here but in the last part."""
 
+import contextlib
+import http.server
 import logging
 import os
 import socket
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from conftest import ROOT, slurm_step
 
 from common import distributed
-from common.distributed import LaunchError, expand_hosts, rendezvous, setup_device, setup_distributed
+from common.distributed import LaunchError, first_host, free_port, rendezvous, setup_device, setup_distributed
 
 LAUNCHERS = (
     "RANK",
@@ -30,6 +32,7 @@ LAUNCHERS = (
     "OMPI_",
     "PMI",
     "MPI_",
+    "SETUP_DISTRIBUTED_",
 )
 
 
@@ -44,8 +47,11 @@ def environment(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, str(value))
 
+    before = dict(os.environ)
     environment(OMP_NUM_THREADS=torch.get_num_threads())
-    return environment
+    yield environment
+    os.environ.clear()  # of what setup_distributed() has set
+    os.environ.update(before)
 
 
 def torchrun(rank=1, world_size=4, **more):
@@ -82,28 +88,28 @@ MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 
         ({}, ("python", 0, 1, 0, 1, None)),
         (torchrun(), ("torchrun", 1, 4, 1, 2, None)),
         (torchrun(3) | srun(0, 2, SLURM_STEP_TASKS_PER_NODE="1(x2)"), ("torchrun", 3, 4, 1, 2, None)),
-        (torchrun(TORCHELASTIC_USE_AGENT_STORE=""), ("torchrun", 1, 4, 1, 2, "tcp://node0:29500")),
+        (torchrun(TORCHELASTIC_USE_AGENT_STORE=""), ("torchrun", 1, 4, 1, 2, ("node0", 29500, ""))),
         (without(torchrun(TORCHELASTIC_USE_AGENT_STORE=""), "LOCAL_WORLD_SIZE"),
-         ("torchrun", 1, 4, 1, None, "tcp://node0:29500")),
-        (srun(), ("srun", 1, 4, 1, 2, "tcp://n01:12112?job=7.0")),
-        (srun(2), ("srun", 2, 4, 0, 2, "tcp://n01:12112?job=7.0")),
-        (srun(SLURM_JOB_ID=8), ("srun", 1, 4, 1, 2, "tcp://n01:12128?job=8.0")),
-        (srun(SLURM_STEP_ID=3), ("srun", 1, 4, 1, 2, "tcp://n01:12115?job=7.3")),
-        (srun(MASTER_PORT=4000, MASTER_ADDR="ib0"), ("srun", 1, 4, 1, 2, "tcp://ib0:4000")),
-        (srun(SLURM_NTASKS=64, SLURM_JOB_NODELIST="a,n[01-31]"), ("srun", 1, 4, 1, 2, "tcp://n01:12112?job=7.0")),
-        (srun(MASTER_ADDR="fd00::1"), ("srun", 1, 4, 1, 2, "tcp://[fd00::1]:12112?job=7.0")),
-        (srun(SLURM_STEP_ID=4294967290), ("srun", 1, 4, 1, 2, "tcp://n01:19402?job=7.4294967290")),
-        (srun(WORLD_SIZE=4), ("srun", 1, 4, 1, 2, "tcp://n01:12112?job=7.0")),
-        (srun(0, 1) | mpirun(), ("mpirun", 1, 2, 1, 2, "tcp://127.0.0.1:29500")),
-        (srun(0, 1) | MPICH, ("mpirun", 1, 2, 0, 1, "tcp://m0:29500")),
-        (srun(PMI_RANK=9, PMI_SIZE=99), ("srun", 1, 4, 1, 2, "tcp://n01:12112?job=7.0")),
+         ("torchrun", 1, 4, 1, None, ("node0", 29500, ""))),
+        (srun(), ("srun", 1, 4, 1, 2, ("n01", 12112, "7.0"))),
+        (srun(2), ("srun", 2, 4, 0, 2, ("n01", 12112, "7.0"))),
+        (srun(SLURM_JOB_ID=8), ("srun", 1, 4, 1, 2, ("n01", 12128, "8.0"))),
+        (srun(SLURM_STEP_ID=3), ("srun", 1, 4, 1, 2, ("n01", 12115, "7.3"))),
+        (srun(MASTER_PORT=4000, MASTER_ADDR="ib0"), ("srun", 1, 4, 1, 2, ("ib0", 4000, ""))),
+        (srun(SLURM_NTASKS=64, SLURM_JOB_NODELIST="a,n[01-31]"), ("srun", 1, 4, 1, 2, ("n01", 12112, "7.0"))),
+        (srun(MASTER_ADDR="fd00::1"), ("srun", 1, 4, 1, 2, ("fd00::1", 12112, "7.0"))),
+        (srun(SLURM_STEP_ID=4294967290), ("srun", 1, 4, 1, 2, ("n01", 19402, "7.4294967290"))),
+        (srun(WORLD_SIZE=4), ("srun", 1, 4, 1, 2, ("n01", 12112, "7.0"))),
+        (srun(0, 1) | mpirun(), ("mpirun", 1, 2, 1, 2, ("127.0.0.1", 29500, ""))),
+        (srun(0, 1) | MPICH, ("mpirun", 1, 2, 0, 1, ("m0", 29500, ""))),
+        (srun(PMI_RANK=9, PMI_SIZE=99), ("srun", 1, 4, 1, 2, ("n01", 12112, "7.0"))),
         (srun(5, 7, "n[1-3]", SLURM_NODEID=1, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="5,1(x2)"),
-         ("srun", 5, 7, 0, 1, "tcp://n1:12112?job=7.0")),
+         ("srun", 5, 7, 0, 1, ("n1", 12112, "7.0"))),
         (SBATCH_SHELL, ("python", 0, 1, 0, 1, None)),
-        (mpirun(), ("mpirun", 1, 2, 1, 2, "tcp://127.0.0.1:29500")),
-        (mpirun(MASTER_ADDR="m0", MASTER_PORT=5000), ("mpirun", 1, 2, 1, 2, "tcp://m0:5000")),
-        (MPICH, ("mpirun", 1, 2, 0, 1, "tcp://m0:29500")),
-        (NODES, ("nodes", 1, 2, 0, 1, "tcp://job-0:23456")),
+        (mpirun(), ("mpirun", 1, 2, 1, 2, ("127.0.0.1", 29500, ""))),
+        (mpirun(MASTER_ADDR="m0", MASTER_PORT=5000), ("mpirun", 1, 2, 1, 2, ("m0", 5000, ""))),
+        (MPICH, ("mpirun", 1, 2, 0, 1, ("m0", 29500, ""))),
+        (NODES, ("nodes", 1, 2, 0, 1, ("job-0", 23456, ""))),
         (NODES | {"WORLD_SIZE": 1, "RANK": 0}, ("nodes", 0, 1, 0, 1, None)),
     ],
 )  # fmt: skip
@@ -113,19 +119,21 @@ def test_the_launcher_is_recognised_by_its_variables(environment, variables, exp
 
 
 def test_two_open_mpi_jobs_on_one_machine_meet_at_two_ports(environment):
-    urls = set()
+    addresses = set()
     for job in ("prterun-a-1@1", "prterun-a-2@1"):
         environment(**mpirun(PMIX_NAMESPACE=job))
-        urls.add(distributed.find_launcher(port=None)[-1])
-    assert len(urls) == 2
+        host, port, name = distributed.find_launcher(port=None)[-1]
+        addresses.add((host, port))
+        assert name == job
+    assert len(addresses) == 2
 
 
 def test_a_port_that_is_asked_for_is_used_unless_the_environment_names_one(environment):
     for variables in (srun(), mpirun(), MPICH):
         environment(**variables)
-        assert distributed.find_launcher(port=1234)[-1].endswith(":1234")
+        assert distributed.find_launcher(port=1234)[-1][1:] == (1234, "")
         environment(**variables | {"MASTER_PORT": 4000})
-        assert distributed.find_launcher(port=1234)[-1].endswith(":4000")
+        assert distributed.find_launcher(port=1234)[-1][1:] == (4000, "")
 
 
 def test_the_shell_of_an_sbatch_file_is_told_that_it_is_one_process(environment, caplog):
@@ -157,8 +165,8 @@ def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplo
         (without(torchrun(TORCHELASTIC_USE_AGENT_STORE=""), "MASTER_ADDR"), "MASTER_ADDR is not set", "export"),
         (torchrun(TORCHELASTIC_USE_AGENT_STORE="", MASTER_PORT="http"), "MASTER_PORT=http: expected", "unset"),
         (srun(MASTER_PORT=70000), "MASTER_PORT=70000: expected a whole number from 1 to 65535", "unset"),
-        (without(srun(), "SLURM_PROCID"), "SLURM_PROCID is not set: expected srun to set it", "srun --ntasks=2 python"),
-        (without(srun(), "SLURM_LOCALID"), "SLURM_LOCALID is not set: expected srun", "srun --ntasks"),
+        (without(srun(), "SLURM_PROCID"), "SLURM_PROCID is not set: expected the launcher", "srun --ntasks=2 python"),
+        (without(srun(), "SLURM_LOCALID"), "SLURM_LOCALID is not set: expected the launcher", "srun --ntasks"),
         (without(srun(), "SLURM_JOB_ID"), "SLURM_JOB_ID is not set", "srun --ntasks"),
         (srun(SLURM_PROCID=4), "SLURM_PROCID=4: expected a whole number from 0 to 3", "srun --ntasks"),
         (srun(SLURM_STEP_NUM_TASKS="four"), "SLURM_STEP_NUM_TASKS=four: expected a whole number", "srun --ntasks"),
@@ -171,7 +179,7 @@ def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplo
          "export MASTER_ADDR"),
         (mpirun(OMPI_COMM_WORLD_RANK=2), "OMPI_COMM_WORLD_RANK=2: expected a whole number from 0 to 1", "mpirun -n 2"),
         (mpirun(OMPI_COMM_WORLD_LOCAL_SIZE=1, OMPI_COMM_WORLD_LOCAL_RANK=0), "MASTER_ADDR is not set", "export"),
-        (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID is not set: expected mpirun", "mpirun -n 2 python"),
+        (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID is not set: expected the launcher", "mpirun -n 2 python"),
         (NODES | {"RANK": 2}, "RANK=2: expected a whole number from 0 to 1", "torchrun"),
         (srun(0, 2, SLURM_STEP_NUM_NODES=1) | torchrun(), "SLURM_STEP_NUM_TASKS=2: srun has started 2 tasks with",
          "srun --ntasks=1 --ntasks-per-node=1 torchrun"),
@@ -191,51 +199,43 @@ def test_wrong_variables_are_named_with_what_was_found_and_what_works(environmen
 
 def test_a_process_that_a_launched_script_spawned_does_not_take_its_parents_rank(environment, monkeypatch, caplog):
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
-    for variables, name in (
-        (srun(), "SLURM_PROCID=1"),
-        (slurm_step(), "SLURM_PROCID=0"),
-        (mpirun(), "OMPI_COMM_WORLD_RANK=1"),
-        (MPICH, "PMI_RANK=1"),
-    ):
+    for variables, launcher in (srun(), "srun"), (slurm_step(), "srun"), (mpirun(), "mpirun"), (MPICH, "mpirun"):
         environment(**variables)
-        with pytest.raises(LaunchError, match=f"{name} is the rank of the process that spawned this one"):
+        with pytest.raises(LaunchError, match=f"{launcher} has started a script that starts processes itself"):
             setup_distributed()
     for store in ("True", ""):  # torchrun itself spawns if it is given a function; others set variables for each
         environment(**torchrun(TORCHELASTIC_USE_AGENT_STORE=store))
         assert distributed.find_launcher(port=None)[:2] == ("torchrun", 1)
     environment()
     distributed.find_launcher(port=None)
-    assert "the one that spawned this one has not set RANK" in caplog.text
+    assert "the process that spawned this one has not set RANK" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "hosts"),
+    ("nodelist", "host"),
     [
-        ("n[1-3,07-09],login,gpu-a[01-02]-ib",
-         ["n1", "n2", "n3", "n07", "n08", "n09", "login", "gpu-a01-ib", "gpu-a02-ib"]),
-        ("gpu-a[01-04],gpu-b7", ["gpu-a01", "gpu-a02", "gpu-a03", "gpu-a04", "gpu-b7"]),
-        ("gpu-a[01,03],gpu-b7", ["gpu-a01", "gpu-a03", "gpu-b7"]),
-        ("r1n2,r2n[1,3]", ["r1n2", "r2n1", "r2n3"]),
-        ("alpha,beta,tux[8-11]", ["alpha", "beta", "tux8", "tux9", "tux10", "tux11"]),
-        ("ip-10-0-0-[1,3]", ["ip-10-0-0-1", "ip-10-0-0-3"]),
-        ("gpu001.cluster.local,ip-10-0-0-[1-3]", ["gpu001.cluster.local", "ip-10-0-0-1", "ip-10-0-0-2", "ip-10-0-0-3"]),
-        ("rack[1-2]n[098-101]", [f"rack{r}n{n:03}" for r in (1, 2) for n in range(98, 102)]),
-        ("node", ["node"]),
+        ("n[1-3,07-09],login,gpu-a[01-02]-ib", "n1"),
+        ("gpu-a[01-02]-ib,n[1-3,07-09]", "gpu-a01-ib"),
+        ("gpu-a[01,03],gpu-b7", "gpu-a01"),
+        ("r1n2,r2n[1,3]", "r1n2"),
+        ("ip-10-0-0-[1,3]", "ip-10-0-0-1"),
+        ("gpu001.cluster.local,ip-10-0-0-[1-3]", "gpu001.cluster.local"),
+        ("rack[1-2]n[098-101]", "rack1n098"),
+        ("node", "node"),
     ],
-)  # fmt: skip
-def test_slurm_node_lists_are_expanded(nodelist, hosts):
-    assert expand_hosts(nodelist) == hosts
+)
+def test_the_first_host_of_a_slurm_node_list(nodelist, host):
+    assert first_host(nodelist) == host
 
 
 @pytest.mark.parametrize(
     "nodelist",
-    ["", ",", "$(touch x)", "a;touch x", "n[1-3", "n1-3]", "n[3-1]", "n[]", "n[a-b]", "n[1-999999999]", "a b", "-n",
-     "n[1[2]]", "`x`", "a\nb"],
-)  # fmt: skip
+    ["", ",", "$(touch x)", "a;touch x", "n[1-3", "n1-3]", "n[]", "n[a-b]", "a b", "-n", "n[1[2]]", "`x`", "a\nb"],
+)
 def test_what_is_no_node_list_is_refused(nodelist, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LaunchError, match="SLURM_STEP_NODELIST="):
-        expand_hosts(nodelist)
+        first_host(nodelist)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -246,11 +246,14 @@ def test_what_is_no_node_list_is_refused(nodelist, tmp_path, monkeypatch):
 def gpus(monkeypatch):
     """A function that makes this machine one with so many GPUs; returns the list of those made current."""
 
-    def gpus(count):
+    def gpus(count, kind="cuda"):
         current = []
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0 and kind == "cuda")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+        monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
         return current
 
     return gpus
@@ -258,7 +261,7 @@ def gpus(monkeypatch):
 
 def test_each_local_process_takes_the_gpu_of_its_local_rank(environment, gpus):
     current = gpus(4)
-    assert [setup_device(k, 4).index for k in range(4)] == [device.index for device in current] == [0, 1, 2, 3]
+    assert [setup_device(k, 4).index for k in range(4)] == current == [0, 1, 2, 3]
 
 
 def test_a_task_that_sees_one_gpu_takes_that_one_whatever_its_local_rank(environment, gpus):
@@ -266,6 +269,13 @@ def test_a_task_that_sees_one_gpu_takes_that_one_whatever_its_local_rank(environ
         environment(**variables, CUDA_VISIBLE_DEVICES=3)
         gpus(1)
         assert setup_device(3, 4) == torch.device("cuda", 0)
+
+
+def test_accelerators_with_a_backend_of_their_own_are_used_and_apples_is_not(environment, gpus):
+    gpus(2, "xpu")
+    assert setup_device(1, 2) == torch.device("xpu", 1)
+    gpus(1, "mps")
+    assert setup_device(0, 1) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -282,7 +292,7 @@ def test_variables_that_count_machines_are_refused_where_a_machine_has_several_g
     gpus(8)
     with pytest.raises(LaunchError) as caught:
         setup_distributed()
-    assert "count machines, and this one has 8 GPUs" in str(caught.value)
+    assert "count machines, and this one should run 8 processes" in str(caught.value)
     assert "torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK --nproc-per-node=8" in str(caught.value)
 
 
@@ -291,7 +301,7 @@ def test_a_pod_of_several_processes_is_told_to_start_them_with_torchrun(environm
     environment(**NODES | {"RANK": 1, "WORLD_SIZE": 4, "PET_NPROC_PER_NODE": 2, "PET_NNODES": 2})
     with pytest.raises(LaunchError) as caught:
         setup_distributed()
-    assert "expected torchrun to start 2 processes on this machine" in str(caught.value)
+    assert "this one should run 2 processes: expected torchrun" in str(caught.value)
     assert "torchrun --nnodes=$PET_NNODES --node-rank=$RANK --nproc-per-node=2" in str(caught.value)
 
 
@@ -331,39 +341,18 @@ def test_threads_are_the_share_of_cores_unless_the_environment_says_how_many(env
     assert chosen == [1]
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (RuntimeError("[/src/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]"), "closed by peer"),
-        (RuntimeError("[/src/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms"), "Timed out waiting"),
-        (RuntimeError("/gloo/x: connect [127.0.1.1]:5: Connection refused"), "export GLOO_SOCKET_IFNAME="),
-        (RuntimeError("Application timeout caused pair closure"), "Application timeout"),
-        (dist.DistBackendError("NCCL error: remote process exited"), "remote process"),
-        (dist.DistBackendError(f"NCCL error {'x' * 99} Last error: Connect to 10.0.0.1 returned 113(No route to host)"),
-         "(Connect to 10.0.0.1 returned 113(No route to host)): ranks on several machines need export NCCL_SOCKET"),
-        (dist.DistBackendError("NCCL error: invalid usage. Duplicate GPU detected"), None),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
-        (ValueError("/gloo/ Connection closed"), None),
-    ],
-)  # fmt: skip
-def test_the_loss_of_another_rank_is_told_from_other_errors(error, expected):
-    told = distributed.lost_peer(error)
-    assert told is None if expected is None else expected in told and told.startswith("lost another rank (")
-    assert "/src/" not in str(told)
+# Where ranks rendezvous
 
 
-# Where ranks meet
-
-
-def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None):
+def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job="", device=None):
     """Send these ranks to one rendezvous, a thread each; returns what each got: a store, or an error."""
-    url = f"tcp://localhost:{port or distributed.free_port()}"
+    address = ("localhost", port or free_port(), job)
     results = [None] * len(ranks)
 
     def go(k, rank):
         before(rank)
         try:
-            results[k] = rendezvous(url, rank, world_size, timedelta(seconds=timeout))
+            results[k] = rendezvous(address, rank, world_size, timedelta(seconds=timeout), device)
         except LaunchError as error:
             results[k] = str(error)
 
@@ -388,89 +377,207 @@ def test_a_rank_that_is_there_twice_is_named_to_all():
 
 
 def test_a_rank_that_is_there_a_second_time_later_is_turned_away():
-    port = distributed.free_port()
+    port = free_port()
     first = meet(2, [0, 1], port)
     assert all(isinstance(store, dist.Store) for store in first)
     (late,) = meet(2, [1], port)
     assert "rank 1 is there twice, as process" in late
 
 
-def test_a_gpu_that_is_there_twice_is_named(monkeypatch, gpus):
-    gpus(1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="b1-2c"))
-    assert all("GPU b1-2c is there twice, as process" in result for result in meet(2, [0, 1]))
+def test_a_gpu_that_is_there_twice_is_named(monkeypatch):
+    properties = SimpleNamespace(uuid="b1-2c")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    results = meet(2, [0, 1], device=torch.device("cuda", 0))
+    assert all("GPU b1-2c is there twice, as process" in result for result in results)
 
 
 def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
-    monkeypatch.setattr(distributed, "PATIENCE", 1)
+    monkeypatch.setattr(distributed, "WARN_AFTER", 1)
     results = meet(4, [0, 2], timeout=3)
-    assert all("ranks 1, 3 of 4 did not come to tcp://localhost:" in result for result in results)
-    assert "waits for ranks 1, 3 of 4" in caplog.text
+    assert all("ranks 1, 3 of 4 did not join at localhost:" in result for result in results)
+    assert "is waiting for ranks 1, 3 of 4" in caplog.text
 
 
 def test_a_rank_zero_that_does_not_come_is_named(monkeypatch, caplog):
-    monkeypatch.setattr(distributed, "PATIENCE", 1)
+    monkeypatch.setattr(distributed, "WARN_AFTER", 1)
     (result,) = meet(2, [1], timeout=3)
     assert "rank 1 could not reach rank 0 at localhost:" in result and "Connection refused" in result
-    assert "rank 1 waits for rank 0 at localhost:" in caplog.text
+    assert "rank 1 is waiting for the store of rank 0 at localhost:" in caplog.text
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(distributed, "QUICK", 2)
+    monkeypatch.setattr(distributed, "NETWORK_TIMEOUT", 2)
 
 
 def test_an_address_that_does_not_resolve_is_named(quick):
     begin = time.monotonic()
-    with pytest.raises(LaunchError, match=r"'no-such-host.invalid' does not resolve: expected .* MASTER_ADDR"):
-        rendezvous("tcp://no-such-host.invalid:29500", 1, 2)
+    with pytest.raises(LaunchError, match=r"'no-such-host.invalid' does not resolve .*: expected .* MASTER_ADDR"):
+        rendezvous(("no-such-host.invalid", 29500, ""), 1, 2)
     assert time.monotonic() - begin < 15
 
 
-def test_a_port_that_is_taken_is_named_with_a_free_one(quick):
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        first, second = meet(2, [0, 1], port=port)
-    assert f"port {port} of this machine is taken" in first and "export MASTER_PORT=" in first and "--dist-url" in first
-    assert f"something that says nothing for 2 s answers at localhost:{port}" in second
+def test_a_port_that_is_taken_is_named_with_a_free_one(monkeypatch):
+    with socket.create_server(("", 0)) as stranger:  # which says nothing to those who connect
+        port = stranger.getsockname()[1]
+        begin = time.monotonic()
+        first, second = meet(2, [0, 1], port=port, timeout=3)
+        assert time.monotonic() - begin < 10
+    assert f"port {port} of this machine is taken" in first and "export MASTER_PORT=" in first
+    expected = f"could not reach rank 0 at localhost:{port} (something answers there, but not as the store of 2 ranks)"
+    assert expected in second and "\n" not in second
+
+
+def test_a_web_server_on_the_port_is_one_line(capfd):
+    with http.server.ThreadingHTTPServer(("", 0), http.server.BaseHTTPRequestHandler) as stranger:
+        threading.Thread(target=stranger.serve_forever, daemon=True).start()
+        (result,) = meet(2, [1], port=stranger.server_port, timeout=3)
+        stranger.daemon_threads, stranger.block_on_close = True, False
+        stranger.shutdown()
+    assert "(something answers there, but not as the store of 2 ranks)" in result and "\n" not in result
+
+
+class SlowListener(threading.Thread):
+    """Listens in front of a store, and lets each connection wait before it passes it on."""
+
+    def __init__(self, port, seconds):
+        super().__init__(daemon=True)
+        self.server, self.port, self.seconds = socket.create_server(("", 0)), port, seconds
+        self.start()
+
+    def run(self):
+        while True:
+            client, _ = self.server.accept()
+            threading.Thread(target=self.serve, args=(client,), daemon=True).start()
+
+    def serve(self, client):
+        time.sleep(self.seconds)
+        with socket.create_connection(("localhost", self.port)) as store, client:
+            threading.Thread(target=self.pump, args=(store, client), daemon=True).start()
+            self.pump(client, store)
+
+    def pump(self, source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                sink.sendall(data)
+
+
+def test_a_slow_store_is_not_a_stranger(monkeypatch, caplog, quick):
+    """Slow reverse name look-ups, for one, make a store answer late."""
+    monkeypatch.setattr(distributed, "WARN_AFTER", 1)
+    port, results = free_port(), []
+    slow = SlowListener(port, seconds=4).server.getsockname()[1]
+    first = threading.Thread(target=lambda: results.extend(meet(2, [0], port)))
+    first.start()
+    results += meet(2, [1], slow)
+    first.join()
+    assert [isinstance(store, dist.Store) for store in results] == [True, True], results
+    assert f"rank 1 is waiting for the store of rank 0 at localhost:{slow}" in caplog.text
 
 
 def test_two_jobs_that_share_a_port_do_not_merge():
-    port = distributed.free_port()
-    other = distributed._listen(port, "2 ranks of job 7.0")
-    with pytest.raises(LaunchError) as caught:
-        rendezvous(f"tcp://localhost:{port}?job=8.0", 1, 2)
-    assert other.get("job") == b"2 ranks of job 7.0"
+    port, stores = free_port(), []
+    threading.Thread(target=lambda: stores.extend(meet(2, [0], port, 5, job="7.0")), daemon=True).start()
+    begin = time.monotonic()
+    (result,) = meet(2, [1], port, job="8.0")
+    assert time.monotonic() - begin < 10
     found = f"the store of 2 ranks of job 7.0 answers at localhost:{port}: expected the store of 2 ranks of job 8.0;"
-    assert found in str(caught.value)
+    assert found in result
 
 
-@pytest.mark.parametrize("url", ["localhost:29500", "tcp://localhost", "tcp://localhost:x", "tcp://:1", "tcp://a:70000",
-                                 "env://", "tcp://a:1/b", ""])  # fmt: skip
-def test_what_is_no_address_is_refused(url):
-    with pytest.raises(LaunchError, match="expected tcp://HOST:PORT"):
-        rendezvous(url, 0, 2)
-
-
-def test_a_rank_outside_of_the_world_is_refused():
-    with pytest.raises(LaunchError, match="rank 2 of a world of 2: expected a rank from 0 to 1"):
-        rendezvous("tcp://localhost:29500", 2, 2)
-
-
-def test_setup_distributed_twice_is_refused_and_once_more_after_cleanup_is_not(environment):
-    d = setup_distributed()
-    assert (d.rank, d.world_size, d.launcher, d.backend, d.is_main) == (0, 1, "python", "gloo", True)
-    try:
+def test_setup_distributed_twice_is_refused_and_once_more_after_the_group_is_destroyed_is_not(environment):
+    with distributed.cleaned_up():
+        d = setup_distributed()
+        assert (d.rank, d.world_size, d.launcher, d.backend, d.is_main) == (0, 1, "python", "gloo", True)
         with pytest.raises(LaunchError, match="called twice"):
             setup_distributed()
-    finally:
-        distributed.cleanup()
-    setup_distributed()
-    distributed.cleanup()
-    distributed.cleanup()
+    with distributed.cleaned_up():
+        assert setup_distributed().launcher == "python"
+
+
+# The variables that it sets, and those who find them
+
+
+@pytest.fixture
+def join(environment, monkeypatch):
+    """A function that joins a process group with these variables, which needs no other rank to be there."""
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
+    monkeypatch.setattr(distributed, "rendezvous", lambda *_: dist.HashStore())
+
+    def join(**variables):
+        environment(**variables)
+        return setup_distributed()
+
+    return join
+
+
+def read(*names):
+    return tuple(os.environ.get(name) for name in names)
+
+
+SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ("0", "1", "0", "1", "127.0.0.1")),
+        (srun(3), ("3", "4", "1", "2", "n01", "12112")),
+        (srun(1, WORLD_SIZE=64, MASTER_PORT=4000), ("1", "4", "1", "2", "n01", "4000")),
+        (mpirun(), ("1", "2", "1", "2", "127.0.0.1", "29500")),
+        (MPICH, ("1", "2", "0", "1", "m0", "29500")),
+        (NODES, ("1", "2", "0", "1", "job-0", "23456")),
+    ],
+)
+def test_the_variables_of_torchrun_are_set_under_every_launcher(join, variables, expected):
+    join(**variables)
+    assert read(*SIX)[: len(expected)] == expected
+    assert 0 < int(os.environ["MASTER_PORT"]) < 65536
+
+
+def test_under_torchrun_nothing_is_overwritten(join):
+    join(**torchrun())
+    before = {name: str(value) for name, value in torchrun().items()}
+    assert {name: os.environ[name] for name in before} == before
+    assert distributed.find_launcher()[:5] == ("torchrun", 1, 4, 1, 2)
+
+
+@pytest.mark.parametrize("variables", [{}, srun(3), mpirun(), MPICH, NODES])
+def test_a_second_call_is_not_fooled_by_the_first(join, variables):
+    first = join(**variables)
+    found = distributed.find_launcher()
+    assert setup_distributed() == first
+    assert distributed.find_launcher() == found
+
+
+def test_a_child_is_not_fooled_by_the_variables_of_its_parent(join, monkeypatch):
+    """A task of srun starts a tool, without srun's variables: it is one process."""
+    join(**srun(3))
+    for name in list(os.environ):
+        if name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    assert distributed.find_launcher() == ("python", 0, 1, 0, 1, None)
+    monkeypatch.setenv("MASTER_PORT", "4000")
+    assert distributed.find_launcher()[0] == "python"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, ("torchrun", 0, 2, 0, None, "127.0.0.1", 5000)),
+        ({"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1}, ("torchrun", 1, 2, 1, None, "127.0.0.1", 5000)),
+        ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "m1"},
+         ("torchrun", 0, 2, 0, 2, "m1", 5000)),
+        ({"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 6000},
+         ("torchrun", 1, 2, 1, 2, "127.0.0.1", 6000)),
+    ],
+)  # fmt: skip
+def test_what_somebody_sets_by_hand_for_a_child_wins(join, monkeypatch, variables, expected):
+    join(MASTER_PORT=5000)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    *ranks, address = distributed.find_launcher()
+    assert (*ranks, *address[:2]) == expected
 
 
 # The file alone, beside a script of ten lines
@@ -506,19 +613,19 @@ def test_the_copied_file_works_under_torchrun(copy):
 
 
 def test_the_copied_file_works_with_torchruns_words_from_somebody_else(copy):
-    variables = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": distributed.free_port()}
+    variables = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     processes = [started(copy, "train.py", RANK=r, LOCAL_RANK=r, **variables) for r in (0, 1)]
     assert outputs(*processes) == [line.format("torchrun") for line in TWO]
 
 
 def test_the_copied_file_works_with_mpiruns_variables(copy):
-    port = distributed.free_port()
+    port = free_port()
     processes = [started(copy, "train.py", **mpirun(r, MASTER_PORT=port)) for r in (0, 1)]
     assert outputs(*processes) == [line.format("mpirun") for line in TWO]
 
 
 def test_the_copied_file_works_with_variables_that_count_machines(copy):
-    port = distributed.free_port()
+    port = free_port()
     given = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     assert outputs(*(started(copy, "train.py", RANK=r, **given) for r in (0, 1))) == [
         "nodes 0 of 2, 0 of 1, sum 3",

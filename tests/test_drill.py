@@ -87,14 +87,14 @@ def test_a_stopped_training_is_saved_and_the_same_commands_go_on_to_the_end(job)
 
     job.start(0)
     assert job.running[0].wait(drill.PATIENCE) == 1
-    assert job.lines[-1][2].startswith("06_elastic.sh: job drill is over: it is done, or has used up its 1000 restarts")
+    assert job.lines[-1][2].startswith("06_elastic.sh: job drill is closed: it has finished, or one machine has")
 
 
 def test_a_second_store_is_told_that_the_port_is_taken(started):
     command = ["python", "launch/store.py", "--port", drill.PORT]
     code, out, err = finished(started.hosts.popen(drill.STORE, *command))
     assert (code, out) == (1, "") and len(err.splitlines()) == 1
-    assert err.startswith("store.py: error: port 29400: Address already in use; end what has it (ss -ltnp)")
+    assert err.startswith("store.py: error: port 29400: Address already in use; stop the process that uses it")
 
 
 # Without a store
@@ -113,7 +113,7 @@ def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tm
         )
         assert end.returncode == 0, end.stderr
         assert f"world size {processes}" in end.stdout and line in end.stdout
-        assert "done: not tested after 1 epochs" in end.stdout
+        assert "done: not evaluated after 1 epochs" in end.stdout
 
 
 def test_on_two_machines_each_is_told_its_number(hosts, tmp_path):
@@ -132,7 +132,7 @@ def test_a_machine_without_a_right_number_is_told_so(number):
     end = subprocess.run([ROOT / "launch/06_static.sh", *number], capture_output=True, text=True)
     found = re.escape(number[0]) if number else ""
     assert end.returncode == 2 and len(end.stderr.splitlines()) == 1
-    assert re.match(rf"06_static\.sh: error: number '{found}' of a machine: expected 0 to 1 before", end.stderr)
+    assert re.match(rf"06_static\.sh: error: machine number '{found}': expected 0 to 1 as the first", end.stderr)
 
 
 def test_a_torchrun_that_ends_is_started_again_a_limited_number_of_times(tmp_path):
@@ -143,7 +143,7 @@ def test_a_torchrun_that_ends_is_started_again_a_limited_number_of_times(tmp_pat
     end = subprocess.run([ROOT / "launch/06_elastic.sh"], env=env, capture_output=True, text=True, timeout=60)
     assert (end.returncode, end.stdout) == (3, "started\n" * 3)
     assert end.stderr.splitlines() == [
-        "06_elastic.sh: torchrun ended with code 3; again in 0 s, 1 more tries",
-        "06_elastic.sh: torchrun ended with code 3; again in 0 s, 0 more tries",
-        "06_elastic.sh: error: torchrun ended with code 3, after 2 tries: giving up",
+        "06_elastic.sh: torchrun exited with code 3; restarting in 0 s, 1 more tries",
+        "06_elastic.sh: torchrun exited with code 3; restarting in 0 s, 0 more tries",
+        "06_elastic.sh: error: torchrun exited with code 3; giving up after 2 restarts",
     ]

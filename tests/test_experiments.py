@@ -83,10 +83,10 @@ def test_a_list_goes_on_after_an_experiment_that_this_machine_cannot_do(monkeypa
     monkeypatch.setattr(Machine, "here", lambda: ONE_GPU)
     experiments.main(asked("--list"))
     out = capsys.readouterr().out
-    assert "this machine: one-gpu (1 GPU)" in out and out.count("left out: ") == 3
+    assert "this machine: one-gpu (1 GPU)" in out and out.count("skipped: ") == 3
     assert re.search(r"speed: .*\n   0 of \d+ runs recorded in .*speed/one-gpu.jsonl", out)
     experiments.main(asked("syncbn", "speed", "--dry-run"))
-    assert "left out: syncbn needs" in (out := capsys.readouterr().out) and " 02_snmc_dp.py" in out
+    assert "skipped: syncbn needs" in (out := capsys.readouterr().out) and " 02_snmc_dp.py" in out
 
 
 def test_threads_are_set_on_cpus_and_left_alone_on_gpus():
@@ -203,7 +203,7 @@ def test_a_stopped_experiment_goes_on_with_what_is_missing(results, small_folder
 def test_a_run_that_fails_says_why_and_leaves_nothing(results, small_folder, capsys):
     (small_folder / "train/cat/000.png").write_bytes(b"no image")
     one = experiments.plan("accuracy", LAPTOP, asked("accuracy", *TINY, small_folder))[0]
-    with pytest.raises(UserError, match=r"exit code 2: 01_snsc\.py: error: .*000\.png.*is recorded stays\. It was: py"):
+    with pytest.raises(UserError, match=r"exit code 2: 01_snsc\.py: error: .*000\.png.*runs are kept\. The command"):
         experiments.execute(one.command)
     assert list(results.iterdir()) == []
 

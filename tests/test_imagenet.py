@@ -9,26 +9,29 @@ import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torchvision
 from conftest import ROOT, needs_gpu, write_images
-from ranks import Ranks, told
+from PIL import Image
+from ranks import Ranks, training_log
 
-from common.flags import can_compile
-from common.models import build_model
+from common.errors import UserError
+from imagenet import elastic, signals
 from imagenet.checkpoint import decode, load_weights, read_file
-from imagenet.data import Images, build_normalize
+from imagenet.data import IGNORED, DummyImages, Images, build_datasets, build_normalize, find_folders, read_image
 from imagenet.elastic import GlobalBatches
-from imagenet.signals import AGAIN
+from imagenet.flags import can_compile
+from imagenet.model import build_model, parameter_groups
+from imagenet.resume import check_resume
+from imagenet.signals import EXIT_REQUEUE
 
-before = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGUSR1)}
 script = SimpleNamespace(**runpy.run_path(str(ROOT / "06_imagenet.py"), run_name="script"))
-for name, handler in before.items():  # the tests themselves end as ever
-    signal.signal(name, handler)
 
 SMALL = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--workers", 0, "--print-every", 1, "--timeout", 30]
 CLASSES = [f"{k:02}" for k in range(40)]
@@ -95,7 +98,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_nev
     for part in ("model", "ema", "optimizer", "scaler", "best"):
         assert same(whole[part], killed[part]), part
     for folder in ("whole", "killed"):
-        seen = told(tmp_path / folder)
+        seen = training_log(tmp_path / folder)
         assert len(seen) == 16
         for epoch in range(4):
             images = [target for step in range(4) for target in seen[epoch, step]["targets"]]
@@ -106,21 +109,19 @@ def signalled(ranks, name, rank):
     """Send one rank a signal in the middle of training; returns the step after which the run said it has saved."""
     ranks.wait_for(r"== step: \[ *3/")
     ranks.signal(rank, name)
-    assert set(ranks.wait()) == {AGAIN}, ranks.output()
-    return int(re.search(r"stopped by a signal after step (\d+): saved, and --resume goes on", ranks.output())[1])
+    assert set(ranks.wait()) == {EXIT_REQUEUE}, ranks.output()
+    return int(re.search(r"stopped by a signal after step (\d+): saved, and --resume continues", ranks.output())[1])
 
 
-def be_quick_to_leave(rank):
-    """Do not wait long for a torchrun that there is not."""
-    from imagenet import elastic
-
-    elastic.OWN_SIGNAL = 0.2
+def wait_briefly_for_torchrun(rank):
+    """There is no torchrun whose signal could arrive."""
+    elastic.SIGNAL_DELAY = 0.2
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_leave(train, one_each, tmp_path, name):
     options = [one_each, "--batch-size", 8]
-    step = signalled(train("run", 2, *options, "--epochs", 1000, prepare=be_quick_to_leave), name, rank=1)
+    step = signalled(train("run", 2, *options, "--epochs", 1000, prepare=wait_briefly_for_torchrun), name, rank=1)
     assert final(tmp_path / "run")["step"] == step >= 3
     epochs = step // 5 + 1
     after = train("run", 2, *options, "--epochs", epochs, "--resume")
@@ -130,24 +131,22 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_leave(train, one_
     assert after.output().count("== step: ") == 5 * epochs - step, "no step twice"
 
 
-def send_a_signal_in_the_test(rank):
-    from imagenet import elastic
-
-    be_quick_to_leave(rank)
+def send_a_signal_during_evaluation(rank):
+    wait_briefly_for_torchrun(rank)
 
     def cast(self, *wishes, original=elastic.Votes.cast):
-        if len(wishes) == 1 and rank == 1:  # in the test there is nothing to save
+        if len(wishes) == 1 and rank == 1:  # in an evaluation there is nothing to save
             os.kill(os.getpid(), signal.SIGTERM)
         original(self, *wishes)
 
     elastic.Votes.cast = cast
 
 
-def test_a_signal_during_the_test_ends_it_and_the_resumed_run_tests_that_epoch(train, one_each):
+def test_a_signal_during_an_evaluation_ends_it_and_the_resumed_run_evaluates_that_epoch(train, one_each):
     options = [one_each, "--batch-size", 20, "--epochs", 1]
-    ranks = train("run", 2, *options, prepare=send_a_signal_in_the_test)
-    assert ranks.wait() == [AGAIN, AGAIN], ranks.output()
-    assert "stopped by a signal during a test" in ranks.output() and "== test" not in ranks.output()
+    ranks = train("run", 2, *options, prepare=send_a_signal_during_evaluation)
+    assert ranks.wait() == [EXIT_REQUEUE, EXIT_REQUEUE], ranks.output()
+    assert "stopped by a signal during an evaluation" in ranks.output() and "== test" not in ranks.output()
     after = train("run", 2, *options, "--resume")
     assert after.wait() == [0, 0]
     assert "after step 2 of 2" in after.output() and "== step" not in after.output()
@@ -156,9 +155,25 @@ def test_a_signal_during_the_test_ends_it_and_the_resumed_run_tests_that_epoch(t
 
 def test_a_signal_before_training_ends_the_process_at_once():
     with pytest.raises(SystemExit) as end:
-        script.stop._note(signal.SIGTERM, None)
-    assert end.value.code == AGAIN
-    script.stop.signal = None
+        signals._note(signal.SIGTERM, None)
+    assert end.value.code == EXIT_REQUEUE
+    signals.stop.signal = None
+
+
+def test_importing_06_and_its_modules_leaves_the_signal_handlers_alone():
+    assert {signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGUSR1)} == {signal.SIG_DFL}
+
+
+def test_a_signal_that_arrives_while_torch_is_imported_asks_for_a_requeue(tmp_path):
+    """A torch that takes long to import, here for ever."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    for name in ("SIGTERM", "SIGUSR1"):
+        env = os.environ | {"PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-c", "import runpy; runpy.run_path('06_imagenet.py', run_name='__main__')"]
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(getattr(signal, name))
+        assert process.wait(60) == EXIT_REQUEUE
 
 
 def test_the_world_may_shrink_and_grow_and_the_training_stays_the_same(train, one_each, tmp_path):
@@ -170,9 +185,9 @@ def test_the_world_may_shrink_and_grow_and_the_training_stays_the_same(train, on
         assert -9 in train("moving", world_size, *options, "--resume", kill=kill).wait()
     last = train("moving", 3, *options, "--resume")
     assert last.wait() == [0] * 3
-    assert "4 images a process at a time" not in last.output() and "1 to 2 images a process at a time" in last.output()
+    assert "4 images per process" not in last.output() and "1 to 2 images per process" in last.output()
 
-    still, moving = told(tmp_path / "still"), told(tmp_path / "moving")
+    still, moving = training_log(tmp_path / "still"), training_log(tmp_path / "moving")
     assert still.keys() == moving.keys() and len(still) == 12
     ranks = [len(moving[divmod(step, 4)]["pieces"]) for step in range(12)]
     assert ranks[0] == 4 and ranks[6] == 2 * 2 and ranks[11] == 3 * 2, "micro-batches stay as small as they were"
@@ -209,6 +224,92 @@ def test_ranks_and_micro_batches_that_cut_a_batch_unevenly_add_up_to_the_same_st
                 torch.testing.assert_close(other[part][name], weight, rtol=1e-4, atol=1e-5)
 
 
+def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
+    """Two ranks, two epochs of three steps; the learning rates and the parameter groups are written out here."""
+    flags = ["--dummy", 36, "--batch-size", 12, "--epochs", 2, "--arch", "mnist_net", "--seed", 5, "--lr", 2]
+    flags += ["--warmup-epochs", 1, "--clip-grad", 0.5, "--label-smoothing", 0.2, "--weight-decay", 0.05]
+    files = ["--log-file", tmp_path / "log.jsonl", "--checkpoints-path", tmp_path / "checkpoints", "--eval-every", 0]
+    ranks = Ranks(tmp_path, 2, [*SMALL, *flags, *files], prepare=without_dropout)
+    assert ranks.wait() == [0, 0], ranks.output()
+
+    images = DummyImages(36, 32)
+    torch.manual_seed(5)
+    model = build_model(SimpleNamespace(arch="mnist_net", channels_last=False, batch_size=12), images).eval()
+    named = dict(model.named_parameters())
+    assert [name for name, p in named.items() if p.ndim == 1] == [name for name in named if name.endswith("bias")]
+    optimizer = torch.optim.SGD([
+        {"params": [p for name, p in named.items() if name.endswith("weight")], "weight_decay": 0.05},
+        {"params": [p for name, p in named.items() if name.endswith("bias")], "weight_decay": 0},
+    ], momentum=0.9, nesterov=True)  # fmt: skip
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375]))
+    peak, losses = 2 * 12 / 256, []
+    for step in range(6):
+        order = torch.randperm(36, generator=torch.Generator().manual_seed(5 + step // 3))
+        batch = order[12 * (step % 3) :][:12] % 64
+        for group in optimizer.param_groups:
+            group["lr"] = peak * (1 + math.cos(math.pi * step / 6)) / 2 * min(1, 0.1 + 0.9 * step / 3)
+        outputs = model((images.images[batch] - mean) / std)
+        loss = torch.nn.functional.cross_entropy(outputs, images.targets[batch], label_smoothing=0.2)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5, "clipping changes something"
+        optimizer.step()
+
+    for name, weight in final(tmp_path)["model"].items():
+        torch.testing.assert_close(weight, named[name].detach(), rtol=1e-4, atol=1e-6)
+    logged = [json.loads(line)["train_loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert logged == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], abs=2e-4)
+
+
+class Silent:
+    """A Progress that neither prints nor measures."""
+
+    def __init__(self, args, d, batches, ddp):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+    def timed(self, loader, *args):
+        return iter(loader)
+
+
+def without_progress(rank):
+    from imagenet import progress
+
+    progress.Progress = Silent
+
+
+def test_without_the_progress_object_a_training_ends_with_the_same_weights(train, tmp_path):
+    flags = ["--dummy", 36, "--batch-size", 12, "--epochs", 2, "--accumulate", 2, "--deterministic"]
+    assert train("shown", 2, *flags).wait() == [0, 0]
+    silent = train("silent", 2, *flags, prepare=without_progress)
+    assert silent.wait() == [0, 0] and "==" not in silent.output()
+    assert same(final(tmp_path / "shown")["model"], final(tmp_path / "silent")["model"])
+
+
+def rising_and_falling_accuracy(rank):
+    """Of 10 images, 2, 5, 3 and 5 are right after the four epochs."""
+    from common import distributed
+
+    correct = iter([2, 5, 3, 5])
+
+    def sum_over_ranks(tensor, original=distributed.sum_over_ranks):
+        return tensor.new_tensor([next(correct), 10, 10]) if tensor.shape == (3,) else original(tensor)
+
+    distributed.sum_over_ranks = sum_over_ranks
+
+
+def test_best_is_the_first_epoch_of_the_best_accuracy(train, tmp_path):
+    flags = ["--dummy", 20, "--batch-size", 10, "--epochs", 4]
+    ranks = train("run", 1, *flags, prepare=rising_and_falling_accuracy)
+    assert ranks.wait() == [0], ranks.output()
+    best = decode(read_file(tmp_path / "run/checkpoints/best.pt"))
+    assert (best["step"], best["best"]) == (4, 50) and final(tmp_path / "run")["best"] == 50
+    assert "done: top-1 50.000%, best 50.000% after 4 epochs" in ranks.output()
+
+
 def folder(root, name):
     (root / name).mkdir()
     return root / name
@@ -229,7 +330,7 @@ def test_every_test_image_counts_once_on_any_number_of_ranks(train, one_each, tm
         flags = [one_each, "--evaluate", "--weights", best, "--batch-size", 17]
         ranks = train(f"test{world_size}", world_size, *flags)
         assert ranks.wait() == [0] * world_size
-        assert f"tested: top-1 {top1:.3f}%, top-5 {top5:.3f}%, 40 images" in ranks.output()
+        assert f"evaluated: top-1 {top1:.3f}%, top-5 {top5:.3f}%, 40 images" in ranks.output()
 
 
 def go_home(where, rank):
@@ -311,7 +412,7 @@ def test_a_damaged_image_is_named_once_and_replaced_and_too_many_end_the_run(tra
     cut_off(damaged_folder / "train/dog/000.jpg")
     ranks = train("again", 2, *options)
     assert ranks.wait() == [2, 2]
-    assert "2 of 120 images are damaged, " in ranks.output() and "expected at most 1%" in ranks.output()
+    assert "2 of 120 images are damaged, for example " in ranks.output() and "expected at most 1%" in ranks.output()
 
 
 def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_second_run(train, one_each, tmp_path):
@@ -320,7 +421,7 @@ def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_s
     other = write_images(tmp_path / "other", "train", (40, 44), CLASSES, 2, ".jpg").parent / "other"
     write_images(other, "val", (40, 44), CLASSES, 1, ".jpg")
     refused = {
-        "holds checkpoints already: add --resume to go on from the newest": options,
+        "holds checkpoints already: add --resume to continue from the newest": options,
         "--batch-size 10, but": [*options, "--resume", "--batch-size", 10],
         "--seed 3, but": [*options, "--resume", "--seed", 3],
         "80 training images, but": [other, *options[1:], "--resume"],
@@ -334,6 +435,43 @@ def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_s
     assert ranks.wait() == [2] and "of a run with --arch mobilenet_v3_small: expected the same" in ranks.output()
 
 
+def test_a_resumed_run_cuts_batches_as_the_flags_say_or_into_micro_batches_as_small_as_before(capsys):
+    args = parse("--dummy", 100, "--batch-size", 24, "--accumulate", 2, "--resume")
+    flags = {name: str(value) for name, value in vars(args).items()}
+    state = {"flags": flags, "images": 100, "world_size": 4, "accumulate": 2, "micro_batch": 3}
+
+    def pieces(world_size, args=args, **changes):
+        d = SimpleNamespace(world_size=world_size, is_main=True)
+        return check_resume(args, d, None, 100, state | changes, "step-1.pt")
+
+    assert pieces(4) == (2, 3) and pieces(2) == (4, 3) and pieces(3) == (3, 3) and pieces(8) == (1, 3)
+    del flags["clip_grad"], flags["seed"]  # as if these flags were newer than the checkpoint
+    assert pieces(4) == (2, 3) and capsys.readouterr().out == ""
+    other = parse("--dummy", 100, "--batch-size", 24, "--accumulate", 3, "--resume")
+    assert pieces(4, other) == (3, 2) and pieces(2, other) == (3, 4)
+    assert "resuming with other flags: --accumulate 2 -> 3" in capsys.readouterr().out
+
+
+def test_validation_images_lie_beside_the_training_images_or_where_val_path_says(one_each, tmp_path):
+    write_images(tmp_path, "test", (40, 44), ["a", "b"], 1)
+    train, val = str(one_each / "train"), str(one_each / "val")
+    assert find_folders(str(one_each), None) == (train, val)
+    assert find_folders(str(one_each), str(tmp_path / "test")) == (train, str(tmp_path / "test"))
+    assert find_folders(train, val) == (train, val)
+    with pytest.raises(UserError, match=r"class 00 is only in .*expected the same classes in"):
+        build_datasets(parse(one_each, "--val-path", tmp_path / "test"))
+
+
+def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset():
+    pytest.importorskip("timm")
+    args = parse("--dummy", 2, "--arch", "timm:resnet10t", "--channels-last")
+    model = build_model(args, DummyImages(2, 32, num_classes=7))
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    assert model.conv1[0].weight.is_contiguous(memory_format=torch.channels_last)
+    with pytest.raises(UserError, match="--arch timm:nothing: no such model in timm"):
+        build_model(parse("--dummy", 2, "--arch", "timm:nothing"), DummyImages(2, 32))
+
+
 def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, one_each, tmp_path):
     flags = [one_each, "--batch-size", 8, "--epochs", 2, "--sync-bn", "--log-file", tmp_path / "log.jsonl"]
     ranks = train("run", 2, *flags, "--tensorboard", tmp_path / "events", "--workers", 1)
@@ -343,7 +481,7 @@ def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, 
         line + r"data ([\d.]+)%, compute ([\d.]+)%, communication ([\d.]+)% \| \d+ s left", ranks.output()
     )
     assert abs(sum(map(float, shares.groups())) - 100) < 0.2 and float(shares[3]) > 0
-    assert "global batch 8: 4 images a process at a time, 5 steps an epoch | lr 0.1 -> 0.003125" in ranks.output()
+    assert "global batch 8: 4 images per process at a time, 5 steps per epoch | lr 0.1 -> 0.003125" in ranks.output()
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [r["epoch"] for r in records] == [1, 2]
     wanted = {"model": "mobilenet_v3_small", "world_size": 2, "global_batch": 8, "sync_bn": True, "backend": "gloo"}
@@ -403,6 +541,31 @@ def test_a_crop_depends_on_seed_epoch_and_image_alone(one_each):
     assert len(damaged) == 0 and images.dtype == torch.uint8
 
 
+@pytest.mark.parametrize("kind", ["grey.png", "alpha.png", "deep.png", "palette.png", "bitmap.bmp", "print.jpg"])
+def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind):
+    mode = {"grey": "L", "alpha": "RGBA", "deep": "I;16", "palette": "P", "bitmap": "RGB", "print": "CMYK"}
+    levels = np.arange(30 * 40).reshape(30, 40) * 255 // 1199
+    deep = Image.fromarray((levels * 257).astype(np.uint16))
+    image = deep if kind == "deep.png" else Image.fromarray(levels.astype(np.uint8)).convert(mode[kind.split(".")[0]])
+    image.save(tmp_path / kind)
+    image = read_image(str(tmp_path / kind))
+    assert image.shape == (3, 30, 40) and image.dtype == torch.uint8
+    assert (image.int() - torch.from_numpy(levels.astype(np.int32))).abs().max() <= (16 if kind == "print.jpg" else 1)
+
+
+def test_a_damaged_image_is_replaced_by_the_next_one_with_its_own_target_but_not_in_evaluation(
+    damaged_folder,
+):
+    root = damaged_folder / "train"
+    train_set, val_set = Images(root, 32, seed=0), Images(root, 32)
+    index = train_set.paths.index(str(root / "cat/007.jpg"))
+    cut_off(root / "cat/059.jpg")  # the last of its class
+    images, targets, damaged = train_set.__getitems__([(0, index), (0, 59), (0, 3)])
+    assert targets.tolist() == [0, 1, 0] and damaged.tolist() == [index, 59] and images.flatten(1).any(dim=1).all()
+    images, targets, damaged = val_set.__getitems__([(0, index), (0, 3)])
+    assert targets.tolist() == [IGNORED, 0] and damaged.tolist() == [index]
+
+
 # The recipe
 
 
@@ -419,7 +582,7 @@ def test_the_rate_warms_up_to_its_peak_and_falls_to_nothing():
 
 def test_norms_and_biases_do_not_decay():
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(4, 2))
-    decayed, rest = script.parameter_groups(net, parse("--dummy", 2))
+    decayed, rest = parameter_groups(net, 5e-5)
     assert [p.shape for p in decayed["params"]] == [(4, 3, 3, 3), (2, 4)] and decayed["weight_decay"] == 5e-5
     assert len(rest["params"]) == 4 and rest["weight_decay"] == 0
 
@@ -454,27 +617,28 @@ def parse(*flags):
     """The flags of 06, parsed by itself."""
     argv, sys.argv = sys.argv, ["06_imagenet.py", *map(str, flags)]
     try:
-        return script.parse_args()
+        return script.parse_args("")
     finally:
         sys.argv = argv
 
 
-def test_every_flag_has_a_help_with_its_default(capsys):
+def test_every_flag_has_a_help_with_its_default_if_it_has_one(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
-    entries = re.split(r"\n  (?=-|TRAIN)", capsys.readouterr().out.partition("show this help message")[2])[1:]
-    assert len(entries) == 37
-    for entry in entries:
-        assert re.search(r"\S\s+\S.*\(default:\s+\S+\)", entry, re.S), entry
+    text = capsys.readouterr().out
+    entries = re.split(r"\n  (?=-|TRAIN)", text.partition("show this help message")[2])[1:]
+    assert len(entries) == 37 and all(len(entry.split()) > 3 for entry in entries)
+    assert "(default: None)" not in " ".join(text.split())
+    assert sum("(default:" in " ".join(entry.split()) for entry in entries) >= 22
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "name a folder of images or --dummy N, one of the two: 06_imagenet.py data/imagenet"),
-        (["x", "--dummy", 10], "name a folder of images or --dummy N, one of the two"),
-        (["x", "--evaluate"], "--evaluate without a network to test: add --weights FILE or --resume"),
-        (["x", "--evaluate", "--weights", "w.pt", "--resume"], "which network? leave out one of the two"),
+        ([], "expected either a folder of images or --dummy N: 06_imagenet.py data/imagenet"),
+        (["x", "--dummy", 10], "expected either a folder of images or --dummy N"),
+        (["x", "--evaluate"], "--evaluate without a model to evaluate: add --weights FILE or --resume"),
+        (["x", "--evaluate", "--weights", "w.pt", "--resume"], "which model? leave out one of the two"),
         (["x", "--amp", "fp16"], "fp16 needs a GPU and there is none here"),
         (["x", "--ema", 1], "'1' given, expected a number of 0 or more and below 1"),
         (["x", "--checkpoint-every", "10m"], "'10m' given, expected steps, as 100, or seconds, as 600s"),
@@ -495,12 +659,12 @@ def test_what_cannot_train_says_so_before_it_begins(train, one_each, tmp_path):
     cases = {
         "--batch-size 8 leaves 0 to 1 images for each of 2 processes in 8 micro-batches: expected 2 or more; at least "
         "--batch-size 32": (2, [one_each, "--batch-size", 8, "--accumulate", 8]),
-        "is no folder: expected one with train/CLASS/*.jpg": (1, [tmp_path / "missing"]),
-        "has no train/ with val/ or test/ beside it: expected test images in class folders": (1, [one_each / "train"]),
+        "is not a folder: expected one with train/CLASS/*.jpg": (1, [tmp_path / "missing"]),
+        "has no train/ with val/ or test/ beside it: expected validation images": (1, [one_each / "train"]),
         "--dist-init-method slurm: found torchrun; srun python 06_imagenet.py": (
             1, [one_each, "--dist-init-method", "slurm"]),
         "no checkpoint in": (1, [one_each, "--evaluate", "--resume"]),
-        "w.pt does not fit this network": (1, [one_each, "--weights", tmp_path / "w.pt"]),
+        "w.pt does not fit this model": (1, [one_each, "--weights", tmp_path / "w.pt"]),
         "--max-restarts=3 without --resume: each restart would begin at zero; add --resume": (
             1, [one_each]),
     }  # fmt: skip
@@ -514,14 +678,14 @@ def test_what_cannot_train_says_so_before_it_begins(train, one_each, tmp_path):
 def test_torchrun_without_the_variable_that_keeps_restarts_apart_is_warned_of(train):
     env = {"TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ranks = train("run", 1, "--dummy", 40, "--batch-size", 20, "--epochs", 1, "--eval-every", 0, "--resume", env=env)
-    assert ranks.wait() == [0] and "checkpoints: beginning anew" in ranks.output()
+    assert ranks.wait() == [0] and "checkpoints: starting from the beginning" in ranks.output()
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine" in ranks.output()
 
 
 def test_sync_bn_with_one_process_is_said_to_do_nothing(train, one_each):
     ranks = train("run", 1, one_each, "--sync-bn", "--epochs", 1, "--batch-size", 20, "--eval-every", 0)
     assert ranks.wait() == [0] and "--sync-bn with one process: ordinary batch norm" in ranks.output()
-    assert "done: not tested after 1 epochs" in ranks.output()
+    assert "done: not evaluated after 1 epochs" in ranks.output()
 
 
 @needs_gpu

@@ -95,7 +95,7 @@ def test_make_charts_leaves_out_what_a_machine_has_not_recorded():
     end = subprocess.run(["make", "charts", "MACHINE=nobody"], cwd=ROOT, capture_output=True, text=True)
     assert end.returncode == 2 and "nothing in results/ for MACHINE=nobody" in end.stderr
     for name in NOTEBOOKS:
-        assert f"leaving out {name}, which is not recorded: " in end.stdout
+        assert f"skipping {name}, which is not recorded: " in end.stdout
         assert f"tools/experiments.py {name} --machine nobody\n" in end.stdout
 
 
@@ -209,7 +209,7 @@ def test_an_empty_results_folder_says_how_to_fill_it(name, draw, spoil, tmp_path
 
 @pytest.mark.parametrize("name", ["speed", "syncbn", "accuracy"])
 def test_runs_that_cannot_be_compared_are_not_drawn_together(name, draw, spoil):
-    with pytest.raises(RecordError, match=r"mixes runs with model .*record quick tries under another name"):
+    with pytest.raises(RecordError, match=r"mixes runs with model .*record quick trials under another name"):
         draw(name, results=spoil(name, lambda lines: [*lines, lines[-1] | {"model": "mnist_net"}]))
     column = {"speed": "limit", "syncbn": "epoch", "accuracy": "epoch"}[name]
     with pytest.raises(RecordError, match=rf"mixes runs with {column} "):

@@ -68,7 +68,7 @@ def test_the_collectives_in_the_picture_are_what_gloo_does(tmp_path):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_the_ring_of_the_picture_adds_up_and_sends_as_much_as_the_model_says(ranks):
-    values = pictures.held(ranks)
+    values = pictures.initial_values(ranks)
     rounds, total = pictures.ring_rounds(values), values.sum(axis=0)
     assert (rounds[-1][0] == total).all()
     assert (rounds[ranks - 1][0] == total).sum() == ranks  # halfway each rank has one finished piece

@@ -65,7 +65,7 @@ HOLD = """\
 @pytest.fixture
 def holding(copy):
     """The folder with a script that keeps its process group until another step has one too."""
-    marker = "    net = torch"
+    marker = "    model = torch"
     assert marker in TRAIN
     (copy / "train.py").write_text(TRAIN.replace(marker, HOLD + marker))
     return copy
@@ -172,7 +172,7 @@ def test_an_sbatch_file_passes_its_flags_on_and_fails_with_them(slurm, file):
     ("script", "expected"),
     [
         ("04_mnmc_ddp_mp.py", "SLURM_STEP_NUM_TASKS=2: srun has started so many of a script that starts"),
-        ("spawn.py", "SLURM_PROCID=0 is the rank of the process that spawned this one: srun has started a script"),
+        ("spawn.py", "srun has started a script that starts processes itself, and all would claim one rank"),
     ],
 )  # fmt: skip
 def test_srun_around_a_script_that_spawns_is_refused_within_seconds(slurm, copy, script, expected):

@@ -101,7 +101,7 @@ def test_a_job_that_is_preempted_out_of_time_and_requeued_goes_on_each_time_and_
     assert slurm.wait(job.id) == ("COMPLETED", 0), job.output
     first, second, third = job.saved()
     assert 0 < first < second < third and job.resumed() == [first, second, third], job.output
-    assert job.output.count("done: not tested") == 1 and slurm.show(job.id)["Restarts"] == "3"
+    assert job.output.count("done: not evaluated") == 1 and slurm.show(job.id)["Restarts"] == "3"
 
 
 def test_a_job_that_is_asked_to_save_goes_on_and_one_that_is_cancelled_does_not(slurm, tmp_path):

@@ -367,13 +367,9 @@ def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment,
 
 @provokes(4)
 def test_a_world_larger_than_its_processes_ends_in_a_timeout(quick):  # noqa: F811
-    def join(function):
-        return lambda: function(f"tcp://127.0.0.1:{free_port()}")
-
-    def plain(url):
-        dist.init_process_group("gloo", init_method=url, rank=0, world_size=2, timeout=SHORT)
-
-    return raised(join(plain), join(lambda url: rendezvous(url, 0, 2, SHORT)))
+    url = f"tcp://127.0.0.1:{free_port()}"
+    plain = functools.partial(dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT)
+    return raised(plain, lambda: rendezvous(("127.0.0.1", free_port(), ""), 0, 2, SHORT))
 
 
 @provokes(44)
@@ -392,7 +388,7 @@ def test_a_port_that_is_taken_is_an_error_of_torch_and_a_hint_of_ours():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     url = f"tcp://127.0.0.1:{store.port}"
     plain = functools.partial(dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT)
-    return raised(plain, lambda: rendezvous(url, 0, 2, SHORT))
+    return raised(plain, lambda: rendezvous(("127.0.0.1", store.port, ""), 0, 2, SHORT))
 
 
 @provokes(9)
@@ -486,7 +482,7 @@ def test_a_device_id_needs_an_index():
 def test_a_name_that_does_not_resolve_is_named(quick):  # noqa: F811
     url = "tcp://no-such-host.invalid:29500"
     plain = functools.partial(dist.init_process_group, "gloo", init_method=url, rank=1, world_size=2, timeout=SHORT)
-    return raised(plain, lambda: rendezvous(url, 1, 2, SHORT))
+    return raised(plain, lambda: rendezvous(("no-such-host.invalid", 29500, ""), 1, 2, SHORT))
 
 
 # What is no error, and wrong all the same

@@ -1,13 +1,13 @@
-"""Record the experiments that the charts are drawn from, on this machine, in results/EXPERIMENT/MACHINE.jsonl.
+"""Run the experiments behind the charts on this machine, and record them in results/EXPERIMENT/MACHINE.jsonl.
 
-    python tools/experiments.py --list              what there is, and how much of it is recorded here
-    python tools/experiments.py speed --dry-run     the commands that are still to run
+    python tools/experiments.py --list              list the experiments, and how many runs are recorded
+    python tools/experiments.py speed --dry-run     print the commands that are not recorded yet
     python tools/experiments.py speed syncbn        run them, one after the other
-    make charts MACHINE=my-laptop                   draw them; --list says what this machine is called
+    make charts MACHINE=my-laptop                   draw the charts; --list prints the name of this machine
 
-A run is recorded once it has ended well, so all this can be stopped at any time: the same command goes on with what
-is missing. Every second repeat takes the runs in reverse order, so that what drifts on a machine, as its heat does,
-weighs on all alike.
+A run is recorded after it has succeeded, so you can stop at any time: the same command continues with the missing runs.
+Every second repeat runs in reverse order, so that slow changes of the machine, such as its temperature, affect all runs
+equally.
 """
 
 import argparse
@@ -37,27 +37,25 @@ from common.report import device_name
 from tools.bench.measure import pick_device
 from tools.records import RESULTS, ROOT, RecordError, read
 
-STOP = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
-PROCESS_MEMORY = 1.4 * 2**30  # bytes: ResNet-18 with 256 images a step and CIFAR-10 in memory
-PUBLISHED_BATCH = 256  # images a process, in the accuracy experiment
-SYNCBN_BATCHES = (4, 8, 16, 32)  # images a process, in the syncbn experiment
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
+PROCESS_MEMORY = 1.4 * 2**30  # bytes: ResNet-18 with 256 images per training step and CIFAR-10 in memory
+PUBLISHED_BATCH = 256  # images per process in the accuracy experiment
+SYNCBN_BATCHES = (4, 8, 16, 32)  # images per process in the syncbn experiment
 
 
 class Run(NamedTuple):
-    """A command as a user would type it, which is also its name in results/, and how long it is beside others."""
-
-    command: str
-    images: int
+    command: str  # as a user would type it; it also identifies the run in results/
+    images: int  # the number of images it trains on, to estimate the remaining time
 
 
-# The experiments. Each is a function (machine, args, repeat) -> list of Run: a repeat of it.
+# The experiments. Each is a function (machine, args, repeat) -> list of Run, for one repeat.
 
 
 def speed(machine, args, repeat):
-    """Images a second, and seconds to start: threads, DataParallel, torchrun, mp.spawn, srun."""
+    """Images per second, and seconds to start, with threads, DataParallel, torchrun, mp.spawn and srun."""
     on_cpu = machine.device == "cpu"
-    size = 128 if on_cpu else 256  # images a step of a process
-    each = args.limit or 30 * size  # images of a process
+    size = 128 if on_cpu else 256  # images per process and training step
+    images_per_process = args.limit or 30 * size
 
     def run(launch, script, batch, images, processes=1, threads=1, gpus=""):
         setting = f"OMP_NUM_THREADS={threads} " if on_cpu else gpus
@@ -65,25 +63,24 @@ def speed(machine, args, repeat):
         return Run(f"{setting}{launch.format(processes)}{script} {flags}", images)
 
     most = max(args.processes)
-    runs = [
-        run("python ", "01_snsc.py", size, each, threads=k) for k in (sorted({1, *args.processes}) if on_cpu else [1])
-    ]
-    split = 1 if on_cpu else most  # DataParallel takes all GPUs that it sees, and splits a batch over them
-    seen = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(most)))} "
-    runs.append(run("python ", "02_snmc_dp.py", split * size, split * each, threads=most, gpus=seen))
+    thread_counts = sorted({1, *args.processes}) if on_cpu else [1]
+    runs = [run("python ", "01_snsc.py", size, images_per_process, threads=k) for k in thread_counts]
+    split = 1 if on_cpu else most  # DataParallel splits each batch over all visible GPUs
+    visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(most)))} "
+    runs.append(run("python ", "02_snmc_dp.py", split * size, split * images_per_process, threads=most, gpus=visible))
     for n in args.processes:
-        runs.append(run(TORCHRUN, "03_mnmc_ddp_launch.py", size, n * each, n))
-        if n > 1:  # the same global batch for any number of processes
-            runs.append(run(TORCHRUN, "03_mnmc_ddp_launch.py", size // n, each, n))
-    runs.append(run("python ", f"04_mnmc_ddp_mp.py --nproc-per-node {most}", size, most * each, most))
+        runs.append(run(TORCHRUN, "03_mnmc_ddp_launch.py", size, n * images_per_process, n))
+        if n > 1:  # keep the global batch size of one process
+            runs.append(run(TORCHRUN, "03_mnmc_ddp_launch.py", size // n, images_per_process, n))
+    runs.append(run("python ", f"04_mnmc_ddp_mp.py --nproc-per-node {most}", size, most * images_per_process, most))
     if slurm_answers():
         srun = "srun --nodes=1 --ntasks-per-node={} " + ("" if on_cpu else f"--gpus-per-node={most} ") + "python "
-        runs.append(run(srun, "05_mnmc_ddp_slurm.py", size, most * each, most))
+        runs.append(run(srun, "05_mnmc_ddp_slurm.py", size, most * images_per_process, most))
     return runs
 
 
 def syncbn(machine, args, repeat):
-    """Test accuracy with and without synchronised batch norm, by images a process, against one process."""
+    """Test accuracy with and without synchronised batch norm, by images per process, compared with one process."""
     images = args.limit or 12800
     flags = (
         f"{real_images(args)} --limit {images} --epochs {args.epochs or 1} --arch {args.arch or 'small_net'} --lr 0.4"
@@ -91,24 +88,24 @@ def syncbn(machine, args, repeat):
     runs = []
     for n in args.processes:
         for batch in SYNCBN_BATCHES:
-            together = f"python 01_snsc.py {flags} --batch-size {n * batch} --seed {repeat}"
-            apart = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size {batch} --seed {repeat}"
-            runs += [Run(command, images) for command in (together, apart, f"{apart} --sync-bn")]
-    return list(dict.fromkeys(runs))  # 2 x 8 and 4 x 4 images are the same to one process
+            one_process = f"python 01_snsc.py {flags} --batch-size {n * batch} --seed {repeat}"
+            processes = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size {batch} --seed {repeat}"
+            runs += [Run(command, images) for command in (one_process, processes, f"{processes} --sync-bn")]
+    return list(dict.fromkeys(runs))  # 2 x 8 and 4 x 4 images give the same command for one process
 
 
 def accuracy(machine, args, repeat):
-    """Accuracy by number of processes: as published, with the global batch of one, with a scaled rate and warm-up."""
+    """Accuracy by number of processes: as published, with the global batch size of one process, and with warm-up."""
     limit = f" --limit {args.limit}" if args.limit else ""
     flags = f"{real_images(args)}{limit}"
     epochs = f"--epochs {args.epochs or 5}"
-    arch = network(args)
+    arch = arch_flag(args)
     images = (args.limit or 50000) * (args.epochs or 5)
     seed = f"--seed {repeat}"
     commands = [f"python 01_snsc.py {flags} {epochs} --lr-scaling none{arch} {seed}"]
     for n in (n for n in args.processes if n > 1):
         start = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size"
-        warmup = max(1, n.bit_length() - 2)  # 1, 1, 2, 3 epochs for 2, 4, 8, 16 processes: the higher, the slower
+        warmup = max(1, n.bit_length() - 2)  # 1, 1, 2, 3 epochs for 2, 4, 8, 16 processes
         commands += [
             f"{start} {PUBLISHED_BATCH} {epochs} --lr 0.02 --lr-scaling none{arch} {seed}",
             f"{start} {PUBLISHED_BATCH} {epochs} --warmup-epochs {warmup}{arch} {seed}",
@@ -126,7 +123,7 @@ def scaling(machine, args, repeat):
 
 
 TORCHRUN = "torchrun --nnodes=1 --nproc-per-node={} "
-EXPERIMENTS = {  # name -> (function, how many repeats, numbers of processes on CPUs, how many of them it needs)
+EXPERIMENTS = {  # name: (function, repeats, numbers of processes on CPUs, how many numbers it needs at least)
     "speed": (speed, 3, None, 1),
     "syncbn": (syncbn, 3, [2, 4], 1),
     "accuracy": (accuracy, 1, [1, 2, 4, 8, 16], 2),
@@ -135,24 +132,24 @@ EXPERIMENTS = {  # name -> (function, how many repeats, numbers of processes on 
 
 
 def real_images(args):
-    """The flags for CIFAR-10, or for the folder that was asked for."""
+    """Return the flags for CIFAR-10, or for the folder in --data-dir."""
     if args.data_dir or (ROOT / "data/cifar10/train").is_dir():
         return f"--dataset folder --data-dir {shlex.quote(args.data_dir or 'data/cifar10')}"
     return "--dataset cifar10 --download"
 
 
-def network(args):
-    """The flag for the network that was asked for."""
+def arch_flag(args):
+    """Return the flag for the model in --arch, if there is one."""
     return f" --arch {args.arch}" if args.arch else ""
 
 
 def extra(args):
-    """The flags for a network or for images that were asked for, where the usual ones are the scripts' own."""
-    return network(args) + (f" --dataset folder --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else "")
+    """Return the flags for --arch and --data-dir, for experiments that otherwise use the scripts' defaults."""
+    return arch_flag(args) + (f" --dataset folder --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else "")
 
 
 def slurm_answers():
-    """Whether srun starts something from here, soon."""
+    """Return whether srun can start a task now."""
     if not shutil.which("srun"):
         return False
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -175,7 +172,7 @@ class Machine(NamedTuple):
 
     @classmethod
     def here(cls):
-        """This machine. Its name is that of its device, and how many there are."""
+        """Return this machine. Its name is made from the device's name and the number of devices."""
         device = pick_device()
         if device.type == "cpu":
             devices, count = cpu_count(), f"{cpu_count()} cores"
@@ -186,7 +183,7 @@ class Machine(NamedTuple):
         return cls(device.type, devices, name, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
     def process_counts(self, on_cpus):
-        """How many processes an experiment takes: powers of two, of what is here. Cores may be shared, memory not."""
+        """Return the numbers of processes for an experiment. Processes may share cores, but their memory must fit."""
         if self.device == "cpu" and on_cpus:
             return [n for n in on_cpus if n * PROCESS_MEMORY <= self.memory] or on_cpus[:1]
         return [2**k for k in range(self.devices.bit_length()) if 2**k <= self.devices]
@@ -201,20 +198,15 @@ def parse_args():
     )
     add = parser.add_argument
     add("experiments", nargs="*", metavar="EXPERIMENT", help=f"one or more of {', '.join(EXPERIMENTS)}")
-    add("--list", action="store_true", help="say what there is and what is recorded, and run nothing")
-    add("--dry-run", action="store_true", help="print the commands that are still to run, and run nothing")
-    add("--machine", type=file_name, metavar="NAME", help="what to call this machine; automatic: after its device")
-    add("--processes", nargs="+", type=whole_number(1), metavar="N", help="numbers of processes; automatic: as fits")
-    add(
-        "--repeats",
-        type=whole_number(1),
-        metavar="N",
-        help="runs of each, with seeds 0 to N - 1; automatic: by experiment",
-    )
-    add("--data-dir", metavar="DIR", help="a folder of images instead of the experiment's own")
-    add("--arch", metavar="NAME", help="another network than the experiment's own")
-    add("--limit", type=whole_number(1), metavar="N", help="fewer training images, for a quick try")
-    add("--epochs", type=whole_number(1), metavar="N", help="epochs, where accuracy is what is measured")
+    add("--list", action="store_true", help="list the experiments and the recorded runs; run nothing")
+    add("--dry-run", action="store_true", help="print the commands that are not recorded yet; run nothing")
+    add("--machine", type=file_name, metavar="NAME", help="name of this machine (default: made from its device)")
+    add("--processes", nargs="+", type=whole_number(1), metavar="N", help="numbers of processes (default: by machine)")
+    add("--repeats", type=whole_number(1), metavar="N", help="runs per command, seeds 0 to N - 1 (default: 1 or 3)")
+    add("--data-dir", metavar="DIR", help="folder of images to use instead of the experiment's")
+    add("--arch", metavar="NAME", help="model to use instead of the experiment's")
+    add("--limit", type=whole_number(1), metavar="N", help="number of training images, for a quick trial")
+    add("--epochs", type=whole_number(1), metavar="N", help="number of epochs, in the experiments syncbn and accuracy")
     args = parser.parse_args()
     for name in args.experiments:
         if name not in EXPERIMENTS:
@@ -225,42 +217,42 @@ def parse_args():
 
 
 def file_name(text):
-    """The type of a flag that names a file of results/."""
+    """Parse a flag that names a file in results/."""
     if not re.fullmatch(r"[A-Za-z0-9][-\w.]*", text):
         raise argparse.ArgumentTypeError(f"{text!r} given, expected letters, digits, hyphens and dots, as in my-laptop")
     return text
 
 
 def plan(name, machine, args):
-    """All runs of an experiment in their order.
+    """Return all runs of an experiment, in order.
 
     Raises:
-        UserError: this machine, or what was asked of it, does not do.
+        UserError: the experiment cannot run on this machine, or with these numbers of processes.
     """
     function, repeats, on_cpus, least = EXPERIMENTS[name]
-    here = argparse.Namespace(**vars(args))
+    run_args = argparse.Namespace(**vars(args))
     counts = sorted(set(args.processes or machine.process_counts(on_cpus)))
-    here.processes = [n for n in counts if n > 1 or name != "syncbn"]  # of which one process is no case
+    run_args.processes = [n for n in counts if n > 1 or name != "syncbn"]  # which always compares with one process
     if machine.device != "cpu" and counts[-1] > machine.devices:
         raise UserError(f"--processes {counts[-1]}: {machine.devices} GPUs here, and each process needs its own")
-    if len(here.processes) < least:
+    if len(run_args.processes) < least:
         needs = {
             "syncbn": "two processes or more",
             "accuracy": "one process and more",
             "scaling": "1, 2 and more processes",
         }
         raise UserError(
-            f"{name} needs {needs[name]}, found {' '.join(map(str, counts))} on {machine.devices} {machine.kind}: say "
-            f"--processes 1 2 4 if it has them; without GPUs (CUDA_VISIBLE_DEVICES=) processes share the cores"
+            f"{name} needs {needs[name]}, found {' '.join(map(str, counts))} on {machine.devices} {machine.kind}: set "
+            f"--processes 1 2 4 if there are enough; without GPUs (CUDA_VISIBLE_DEVICES=) processes share the cores"
         )
     runs = []
     for repeat in range(args.repeats or repeats):
-        runs += function(machine, here, repeat)[:: -1 if repeat % 2 else 1]
+        runs += function(machine, run_args, repeat)[:: -1 if repeat % 2 else 1]
     return runs
 
 
 def recorded(path):
-    """The commands that a file of results holds whole runs of, without where they logged."""
+    """Return the commands of the complete runs in a file, without their --log-file flags."""
     last = {}
     with contextlib.suppress(FileNotFoundError):
         for record in read(path):
@@ -284,7 +276,7 @@ def main(args):
         except UserError as error:
             if len(names) == 1:
                 raise
-            print(f"   left out: {error}")
+            print(f"   skipped: {error}")
             continue
         missing = [run for run in runs if run.command not in done]
         print(f"   {len(runs) - len(missing)} of {len(runs)} runs recorded in {os.path.relpath(path, ROOT)}")
@@ -292,21 +284,21 @@ def main(args):
     if args.dry_run and not args.list:
         print("\n".join(run.command for _, run in todo))
     elif not args.list:
-        for number in STOP:
-            signal.signal(number, lambda *_: sys.exit(143))  # and so stop the run as well
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: sys.exit(143))  # exit through execute(), which stops the run
         run_all(todo)
 
 
 def run_all(todo):
-    """Run and record what is left to do: a list of (path, Run).
+    """Run and record the missing runs, a list of (path, Run).
 
     Raises:
-        UserError: two runs in a row have failed, or one at the end.
+        UserError: two runs in a row have failed, or, after all runs, at least one.
     """
-    begin, total, did, failed = time.monotonic(), sum(run.images for _, run in todo), 0, []
+    begin, total, done, failed = time.monotonic(), sum(run.images for _, run in todo), 0, []
     for k, (path, run) in enumerate(todo, start=1):
         print(f"\n[{k}/{len(todo)}] {run.command}", flush=True)
-        did += run.images
+        done += run.images
         try:
             records = execute(run.command)
         except UserError as error:
@@ -319,46 +311,47 @@ def run_all(todo):
         with path.open("a") as file:
             file.write("".join(json.dumps(record) + "\n" for record in records))
         passed = time.monotonic() - begin
-        print(f"   recorded; {clock(passed)} passed, about {clock(passed * (total - did) / did)} left", flush=True)
+        print(f"   recorded; {clock(passed)} passed, about {clock(passed * (total - done) / done)} left", flush=True)
     if failed:
         raise UserError(f"{len(failed)} of {len(todo)} runs failed, the first: {failed[0][1]}")
 
 
 def execute(command):
-    """Run a command to its end and return its records, with the seconds that it took to start.
+    """Run a command and return its records, with the seconds that it took to start.
 
     Raises:
-        UserError: it failed.
+        UserError: the command failed.
     """
-    RESULTS.mkdir(exist_ok=True)  # the run may be on another machine, which shares this folder
+    RESULTS.mkdir(exist_ok=True)  # for the log: a machine on which srun runs the script may share only this folder
     with (
         tempfile.TemporaryDirectory(prefix=".run-", dir=RESULTS) as folder,
         open(Path(folder, "errors"), "w+") as errors,
     ):
         log = Path(folder, "log.jsonl")
         words = shlex.split(command)
-        settings = [word for word in words if re.match(r"[A-Z_]+=", word)]  # they come first
+        settings = [word for word in words if re.match(r"[A-Z_]+=", word)]  # they precede the program
         env = os.environ | dict(word.split("=", 1) for word in settings)
         programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-        given = [part for word in words[len(settings) :] for part in programs.get(word, [word])]
+        arguments = [part for word in words[len(settings) :] for part in programs.get(word, [word])]
         begin, started = time.monotonic(), None
         options = {"env": env, "stdout": subprocess.PIPE, "stderr": errors, "text": True, "start_new_session": True}
-        with subprocess.Popen([*given, "--log-file", str(log)], **options) as process:
+        with subprocess.Popen([*arguments, "--log-file", str(log)], **options) as process:
             try:
                 for line in process.stdout:
-                    if line.startswith("global batch ="):  # the header: processes, data and network are there
+                    if line.startswith("global batch ="):  # part of the header, printed before the first training step
                         started = time.monotonic() - begin
                     if line.startswith("   == test"):
                         print(line, end="", flush=True)
             except BaseException:
-                os.killpg(process.pid, signal.SIGTERM)  # torchrun and srun hand it on
+                os.killpg(process.pid, signal.SIGTERM)  # torchrun and srun forward it
                 raise
         errors.seek(0)
-        said = [line.strip() for line in errors if line.strip()]
+        messages = [line.strip() for line in errors if line.strip()]
         if process.returncode != 0 or not log.exists():
-            why = next((line for line in said if "error" in line.lower()), said[-1] if said else "it said nothing")
-            print(*said[-20:], sep="\n", file=sys.stderr)
-            raise UserError(f"exit code {process.returncode}: {why}; what is recorded stays. It was: {command}")
+            last = messages[-1] if messages else "no error message"
+            reason = next((line for line in messages if "error" in line.lower()), last)
+            print(*messages[-20:], sep="\n", file=sys.stderr)
+            raise UserError(f"exit code {process.returncode}: {reason}; recorded runs are kept. The command: {command}")
         records = read(log)
     for record in records:
         record |= {"command": command, "launch_seconds": started and round(started, 2)}
@@ -366,7 +359,7 @@ def execute(command):
 
 
 def clock(seconds):
-    """Hours, minutes and seconds, as h:mm:ss."""
+    """Format seconds as h:mm:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 

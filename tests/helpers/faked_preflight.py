@@ -1,4 +1,4 @@
-"""launch/preflight.py on a machine where something is wrong: FAKE says what, FAKE_RANK on which rank, else 1."""
+"""Run launch/preflight.py with a fault: FAKE names the fault, FAKE_RANK the rank (default: 1)."""
 
 import os
 import signal
@@ -16,17 +16,17 @@ from common.errors import one_line_errors
 
 
 def end(signal_number):
-    """In place of a function: end this process as a signal does, by SIGSTOP without a word to anybody."""
+    """Return a replacement for a function: it sends a signal, such as SIGKILL or SIGSTOP, to its own process."""
     return lambda *_: os.kill(os.getpid(), signal_number)
 
 
-def gpu(facts):
-    """One GPU for all."""
-    return lambda *given: facts(*given) | {"device_id": "GPU-0d1e", "gpus": 1}
+def same_gpu(facts):
+    """Return a replacement for facts(): all ranks report the same GPU."""
+    return lambda *args: facts(*args) | {"device_id": "GPU-0d1e", "gpus": 1}
 
 
 FAKES = {
-    "gpu": lambda: setattr(preflight, "facts", gpu(preflight.facts)),
+    "gpu": lambda: setattr(preflight, "facts", same_gpu(preflight.facts)),
     "torch": lambda: setattr(torch, "__version__", "2.6.0+cu124"),
     "code": lambda: setattr(preflight, "code_hash", lambda: "0badc0de"),
     "clock": lambda: setattr(preflight, "clock", lambda: time.time() + 20),

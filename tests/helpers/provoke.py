@@ -1,11 +1,11 @@
-"""Makes the mistakes of docs/troubleshooting.md, one after another, without this project's code to prevent them.
+"""Make the mistakes of docs/troubleshooting.md, one after another, without this project's checks.
 
-    torchrun --nproc-per-node=2 --log-dir DIR --redirects=3 tests/helpers/provoke.py    those that take two ranks
-    python tests/helpers/provoke.py launchers                                           those of torchrun itself
-    python tests/helpers/provoke.py shared-memory                                       where /dev/shm is small
+    torchrun --nproc-per-node=2 --log-dir DIR --redirects=3 tests/helpers/provoke.py    mistakes with two ranks
+    python tests/helpers/provoke.py launchers                                           mistakes with torchrun
+    python tests/helpers/provoke.py shared-memory                                       with a small /dev/shm
     python tests/helpers/provoke.py join HOST RANK                                      on each of two hosts
 
-After a line `== NAME` comes what torch prints of the mistake NAME.
+A line `== NAME` precedes torch's output for the mistake NAME.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ SHORT = datetime.timedelta(seconds=2)
 
 @contextlib.contextmanager
 def mistake(name):
-    """Print what is raised, and then what the scripts of this project would say of it."""
+    """Print the exception, and the message that the scripts of this project would print for it."""
     sys.stderr.write(f"== {name}\n")
     try:
         yield
@@ -49,7 +49,7 @@ def mistake(name):
 
 @contextlib.contextmanager
 def mistake_of_ranks(name):
-    """The same, while all ranks wait for each other before and after."""
+    """Like mistake(), with a barrier before and after."""
     dist.barrier()
     with mistake(name):
         yield
@@ -57,7 +57,7 @@ def mistake_of_ranks(name):
 
 
 def short_lived_group():
-    """One whose collectives do not wait long; when one has failed, its connections are closed."""
+    """Return a process group with a short timeout. After a failed collective, its connections are closed."""
     return dist.new_group(timeout=SHORT)
 
 
@@ -85,14 +85,14 @@ def two_ranks():
             dist.monitored_barrier(group=group, timeout=SHORT, wait_all_ranks=True)
 
     level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL does, here for one group
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # like TORCH_DISTRIBUTED_DEBUG=DETAIL, but for one group
     group = dist.new_group()
     dist.set_debug_level(level)
     with mistake_of_ranks("rank 0 alone evaluates"):
         if rank == 0:
-            dist.all_reduce(torch.ones(1), group=group)  # of its evaluation
+            dist.all_reduce(torch.ones(1), group=group)  # in its evaluation
         else:
-            dist.broadcast(torch.ones(1), src=0, group=group)  # of the next training step
+            dist.broadcast(torch.ones(1), src=0, group=group)  # in the next training step
 
     with mistake_of_ranks("no gradient"):
         ddp = DistributedDataParallel(TwoHeads())
@@ -123,10 +123,10 @@ def two_ranks():
             os._exit(0)
         time.sleep(1)
         dist.all_reduce(torch.ones(1))
-    os._exit(0)  # there is nobody to say goodbye to
+    os._exit(0)  # destroying the group would wait for rank 1
 
 
-# torchrun, in one process that imports torch once
+# torchrun, run in this process, so that torch is imported once
 
 SCRIPTS = {
     "fail.py": "raise OSError('disk full')\n",
@@ -163,13 +163,13 @@ def launchers():
         torchrun("torch.distributed.launch", "arguments.py", one, main=launch.main)
 
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meet = [one, "--rdzv-backend=c10d", "--rdzv-id=RUN42", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
+        rdzv = [one, "--rdzv-backend=c10d", "--rdzv-id=RUN42", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
         settings = "--rdzv-conf=is_host=0,last_call_timeout=1"
-        torchrun("a job that ends", "work.py", *meet, settings)
-        torchrun("the same job again", "work.py", *meet, settings)
+        torchrun("a job that ends", "work.py", *rdzv, settings)
+        torchrun("the same job again", "work.py", *rdzv, settings)
 
-        nobody = [one, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:1"]
-        torchrun("nobody keeps the store", "work.py", *nobody, "--rdzv-conf=is_host=0,read_timeout=1")
+        no_store = [one, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:1"]
+        torchrun("nobody keeps the store", "work.py", *no_store, "--rdzv-conf=is_host=0,read_timeout=1")
 
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.cuda.init()
@@ -203,7 +203,7 @@ class Images(Dataset):
 
 class MappedImages(Images):
     def __getitem__(self, index):
-        memory = shared_memory.SharedMemory("provoked", create=True, size=2**24)  # it is the writing that fails
+        memory = shared_memory.SharedMemory("provoked", create=True, size=2**24)  # creating it succeeds, writing fails
         memory.buf[:] = bytes(2**24)
         return 1
 
@@ -211,7 +211,7 @@ class MappedImages(Images):
 def small_shared_memory():
     with mistake("memory that is there on paper"):
         list(DataLoader(MappedImages(), batch_size=4, num_workers=1))
-    Path("/dev/shm/provoked").unlink(missing_ok=True)  # Python's own tracker may have been here first
+    Path("/dev/shm/provoked").unlink(missing_ok=True)  # Python's resource tracker may have deleted it already
     with mistake("memory that is not there"):
         list(DataLoader(Images(), batch_size=4, num_workers=1))
 

@@ -1,7 +1,7 @@
-"""Ranks of a script without the seconds of importing torch: forked from a process that has imported it already.
+"""Start the ranks of a script quickly: fork them from a process that has already imported torch.
 
-They are real processes that join a real process group, and can be killed. Each of 06 tells what it trains on, line by
-line: one for every micro-batch, with its epoch, step, rate and targets.
+The ranks are real processes that join a real process group, and they can be killed. Each rank of 06 logs its training
+as JSON lines: one per micro-batch, with its epoch, training step, learning rate and targets.
 """
 
 import json
@@ -17,10 +17,11 @@ from pathlib import Path
 from common.distributed import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a rank imports, but for what handles signals as soon as it is imported.
+# The modules that a rank imports, except modules that install signal handlers on import.
 PRELOAD = ["torch", "torchvision", "torch.distributed.nn", "torch.nn.parallel", "torch.optim.swa_utils"]
 PRELOAD += ["torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torchvision.transforms.v2"]
-PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.checkpoint"]
+PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.flags"]
+PRELOAD += ["imagenet.data", "imagenet.elastic", "imagenet.model", "imagenet.progress", "imagenet.resume"]
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
@@ -30,22 +31,23 @@ class Ranks:
     """The processes of one run.
 
     Args:
-        folder: Path, for their output and what they tell; the runs of one folder add to each other.
+        folder: Path, for output and logs. Several runs can use the same folder.
         world_size: int.
-        flags: of the script.
-        kill: {rank: global step} at which one kills itself.
-        nodes: int, how many machines to pretend.
-        env: more variables.
-        prepare: a function of the rank, called in each process before the script.
-        script: which to run; one outside of the repository too.
+        flags: flags for the script.
+        kill: {rank: global step} at which the rank kills itself.
+        nodes: int, the number of machines to simulate.
+        env: dict of additional environment variables.
+        prepare: function of the rank, called in each process before the script.
+        script: path of the script, inside or outside the repository.
     """
 
     def __init__(self, folder, world_size, flags, kill=None, nodes=1, env=None, prepare=None, script="06_imagenet.py"):
-        self.folder, here = folder, world_size // nodes
+        self.folder, local_world_size = folder, world_size // nodes
         self.run = len(list(folder.glob("run*-rank0.out")))
         port, self.processes = free_port(), []
         for rank in range(world_size):
-            variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % here, "LOCAL_WORLD_SIZE": here}
+            variables = {"RANK": rank, "WORLD_SIZE": world_size}
+            variables |= {"LOCAL_RANK": rank % local_world_size, "LOCAL_WORLD_SIZE": local_world_size}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1} | (env or {})
             out = self._out(rank)
             step = (kill or {}).get(rank)
@@ -58,7 +60,7 @@ class Ranks:
         return self.folder / f"run{self.run}-rank{rank}.out"
 
     def wait(self, timeout=90):
-        """Wait for the end; returns the exit codes."""
+        """Wait until all ranks have exited; return their exit codes."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0, deadline - time.monotonic()))
@@ -77,7 +79,7 @@ class Ranks:
         return self._out(rank).read_text() if self._out(rank).exists() else ""
 
     def wait_for(self, pattern, timeout=60):
-        """Wait until rank 0 has printed it."""
+        """Wait until rank 0 has printed text that matches the pattern."""
         deadline = time.monotonic() + timeout
         while not re.search(pattern, self.output()):
             assert time.monotonic() < deadline and self.processes[0].is_alive(), self.output()
@@ -87,10 +89,10 @@ class Ranks:
         os.kill(self.processes[rank].pid, getattr(signal, name))
 
 
-def told(folder):
-    """What the runs of a folder have trained on: {(epoch, step): {"targets": all ranks', "lr": ..., "loss": ...}}.
+def training_log(folder):
+    """Return the log of the runs in a folder: {(epoch, step): {"targets": of all ranks, "lr": ..., "loss": ...}}.
 
-    A step that was taken again, because the run had been killed after it, counts as it was taken last.
+    If a run was killed and repeated a step, the last repetition counts.
     """
     lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     last = {}
@@ -114,30 +116,30 @@ def _run(script, env, flags, out, kill, prepare):
 
     import torch
 
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # the variable was another one when torch was imported
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch read OMP_NUM_THREADS when it was imported
     if script == "06_imagenet.py":
-        _tell(out, kill)
+        _log_training(out, kill)
     if prepare:
         prepare(env["RANK"])
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def _tell(out, kill):
-    """Make the loss tell what it is given; in training it is the script's main that calls it."""
+def _log_training(out, kill):
+    """Make CrossEntropyLoss log each micro-batch. It reads epoch and step from the local variables of train_epoch."""
     import torch
 
-    tell = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115
+    log = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115
 
     def forward(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
         loss = original(self, outputs, targets)
         frame = sys._getframe()
-        while frame.f_code.co_name != "main":
+        while frame.f_code.co_name != "train_epoch":
             frame = frame.f_back
-        at = frame.f_locals
-        line = {"run": out.stem.split("-")[0], "time": time.time(), "epoch": at["epoch"], "step": at["step"]}
-        line |= {"lr": at["lr"], "targets": targets.tolist(), "loss": loss.item()}
-        tell.write(json.dumps(line) + "\n")
-        if kill == at["epoch"] * at["steps"] + at["step"]:
+        variables = frame.f_locals
+        line = {"run": out.stem.split("-")[0], "time": time.time(), "targets": targets.tolist(), "loss": loss.item()}
+        line |= {name: variables[name] for name in ("epoch", "step", "lr")}
+        log.write(json.dumps(line) + "\n")
+        if kill == variables["run"].step:
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 

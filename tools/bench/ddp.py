@@ -1,14 +1,18 @@
-"""What DistributedDataParallel costs, and what it gives. Launched in turn, --repeats times over:
-    1 process, 1 thread       plain PyTorch
-    2 processes, 1 thread     DistributedDataParallel, and within each launch, step by step in turn: without
-                              communication (no_sync), other bucket sizes, gradients as views of the buckets,
-                              gradients sent as bf16
-    1 process, 2 threads      plain PyTorch on all the cores that the two processes have
-On GPUs: one process on one, and one process on each. Efficiency is images a second against one process of
-one thread, times the processes; exposed communication is the share of a step that no_sync saves. Then the
-seconds from the launch of 03 under torchrun to its first step, by number of processes.
+"""Measure the cost and the speedup of DistributedDataParallel.
 
     python tools/bench/ddp.py --batch-size 128
+
+Three launches take turns, --repeats times:
+
+    1 process, 1 thread       plain PyTorch
+    2 processes, 1 thread     DistributedDataParallel. Its variants take turns step by step: no communication (no_sync),
+                              other bucket sizes, gradients as views of the buckets, gradients sent as bf16
+    1 process, 2 threads      plain PyTorch, with as many cores as the two processes together
+
+With GPUs: one process on one GPU, and one process per GPU. Efficiency is images per second, divided by the number of
+processes and threads and by the speed of one process with one thread. Exposed communication is the fraction of a
+training step that no_sync saves. The last part measures the seconds from torchrun to the first training step of 03, by
+number of processes.
 """
 
 import json
@@ -34,13 +38,13 @@ from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError, one_line_errors
 from common.flags import whole_number
 from common.report import environment, synchronize
-from tools.bench.measure import ROOT, build_step, parse_args, pick_device, shared_flags, spread, write
+from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, spread, write
 
-STEPS, WARMUP = 10, 3  # a repeat
+STEPS, WARMUP = 10, 3  # training steps per launch
 
 
-def bf16(net):
-    ddp = DistributedDataParallel(net)
+def bf16(model):
+    ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
     return ddp
 
@@ -48,9 +52,9 @@ def bf16(net):
 VARIANTS = {
     "ddp": DistributedDataParallel,
     "no_sync": DistributedDataParallel,
-    "bucket cap 1 MiB": lambda net: DistributedDataParallel(net, bucket_cap_mb=1),
-    "bucket cap 100 MiB": lambda net: DistributedDataParallel(net, bucket_cap_mb=100),
-    "gradient as bucket view": lambda net: DistributedDataParallel(net, gradient_as_bucket_view=True),
+    "bucket cap 1 MiB": lambda model: DistributedDataParallel(model, bucket_cap_mb=1),
+    "bucket cap 100 MiB": lambda model: DistributedDataParallel(model, bucket_cap_mb=100),
+    "gradient as bucket view": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
     "bf16 hook": bf16,
 }
 
@@ -58,7 +62,7 @@ VARIANTS = {
 def add_flags(parser):
     sizes = {"nargs": "*", "type": whole_number(1), "default": [1, 2, 4, 8, 16], "metavar": "N"}
     parser.add_argument("--launches", **sizes, help="numbers of processes whose launch is timed")
-    parser.add_argument("--inside", action="store_true", help="be one of the processes that are measured")
+    parser.add_argument("--inside", action="store_true", help="run as one of the measured processes (internal)")
 
 
 def main(args):
@@ -68,11 +72,11 @@ def main(args):
     device = pick_device()
     env = environment(device)
     print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs of each, in turn")
-    worlds = [(1, 1), (2, 1), (1, 2)]  # processes, threads of each
+    worlds = [(1, 1), (2, 1), (1, 2)]  # processes, threads per process
     if device.type == "cuda":
         worlds = [(1, 1), (torch.cuda.device_count(), 1)]
 
-    runs = {}  # name -> seconds a step, one for each repeat; and how many images
+    runs = {}  # name: images per second, one value per repeat
     for repeat in range(args.repeats):
         for processes, threads in worlds:
             for variant, seconds in launch(args, processes, threads).items():
@@ -84,7 +88,7 @@ def main(args):
             print(f"   run {repeat + 1}: {processes} x {threads} {speed:8.0f} img/s ({variant})", flush=True)
 
     show(runs, worlds)
-    print("\nseconds from launch to the first step of 03, torchrun:")
+    print("\nseconds from torchrun to the first training step of 03:")
     for processes in args.launches:
         times = [launch_seconds(processes) for _ in range(args.repeats)]
         for repeat, seconds in enumerate(times):
@@ -93,50 +97,40 @@ def main(args):
 
 
 def show(runs, worlds):
-    """Print images per second, efficiency and exposed communication."""
+    """Print images per second, efficiency and exposed communication of each variant."""
     base = runs["1 x 1 plain"]
     print(f"\n{'processes x threads':36} {'img/s, median (range)':>24} {'efficiency':>20} {'exposed':>20}")
     for name, speeds in runs.items():
         processes, _, threads = name.split(" ")[:3]
-        against = [a / b / int(processes) / int(threads) for a, b in zip(speeds, base, strict=True)]
+        efficiency = [a / b / int(processes) / int(threads) for a, b in zip(speeds, base, strict=True)]
         exposed = ""
-        if (quiet := runs.get(f"{processes} x {threads} no_sync")) and not name.endswith("no_sync"):
-            exposed = spread([1 - a / b for a, b in zip(speeds, quiet, strict=True)], ".2f")
-        print(f"{name:36} {spread(speeds, '.0f'):>24} {spread(against, '.2f'):>20} {exposed:>20}")
+        if (no_sync := runs.get(f"{processes} x {threads} no_sync")) and not name.endswith("no_sync"):
+            exposed = spread([1 - a / b for a, b in zip(speeds, no_sync, strict=True)], ".2f")
+        print(f"{name:36} {spread(speeds, '.0f'):>24} {spread(efficiency, '.2f'):>20} {exposed:>20}")
 
 
 def launch(args, processes, threads):
-    """Start processes under torchrun.
-
-    Returns:
-        dict of seconds per step by variant.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={processes}",
-        ROOT / "tools/bench/ddp.py",
-    ]
-    command += ["--inside", *shared_flags(args)]
+    """Run measure() in processes under torchrun, and return {variant: seconds per training step}."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    command += [ROOT / "tools/bench/ddp.py", "--inside", *command_line(args)]
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     process = subprocess.run(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True)
     if process.returncode != 0:
-        raise UserError(f"torchrun ended with exit code {process.returncode}; its message stands above")
+        raise UserError(f"torchrun exited with code {process.returncode}; see its message above")
     return json.loads(process.stdout.splitlines()[-1])
 
 
 @cleaned_up()
 def measure(args):
-    """Time the variants in turn, a step of each after the other; rank 0 prints the seconds of one as JSON."""
+    """Time the variants, which take turns step by step. Rank 0 prints {variant: seconds per step} as JSON."""
     d = setup_distributed()
     args.limit = max(2, args.batch_size)
     train_set, _ = build_datasets(args)
     normalize = build_transforms(train_set, args, d.device)[1]
-    images, targets = train_set.__getitems__([i % len(train_set) for i in range(args.batch_size)])
+    images, targets = first_batch(args, train_set)
     images, targets = normalize(images.to(d.device)), targets.to(d.device)
 
-    variants = VARIANTS if d.world_size > 1 else {"plain": lambda net: net}
+    variants = VARIANTS if d.world_size > 1 else {"plain": lambda model: model}
     steps = {name: build_step(args, train_set, d.device, wrap) for name, wrap in variants.items()}
     times = {name: [] for name in steps}
     for k in range(WARMUP + STEPS):
@@ -153,7 +147,7 @@ def measure(args):
 
 
 def launch_seconds(processes):
-    """Seconds from the start of torchrun with 03 to the line of its first step."""
+    """Return the seconds from the start of torchrun to the step line of 03's first training step."""
     with tempfile.TemporaryDirectory() as folder:
         for split, count in (("train", 2 * processes), ("test", 1)):
             for name in ("a", "b"):
@@ -170,7 +164,7 @@ def launch_seconds(processes):
             seconds = next((time.perf_counter() - begin for line in process.stdout if "== step: [  1/1]" in line), None)
             _, errors = process.communicate()
         if seconds is None or process.returncode != 0:
-            raise UserError(f"03 with {processes} processes did not take its step: {errors.strip()[-300:]}")
+            raise UserError(f"03 with {processes} processes printed no training step: {errors.strip()[-300:]}")
         return seconds
 
 

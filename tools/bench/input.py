@@ -1,16 +1,18 @@
-"""What feeding the network costs. Four loops train the same network on the same images, each in a
-process of its own, one after another, --repeats times over:
-    classic, files    PIL images read from their files each epoch, RandomCrop / Flip / ToTensor /
-                      Normalize image by image (RandomResizedCrop for large images), 4 loader workers,
-                      .item() each step
-    classic, memory   the same with the decoded images held in memory (small images only)
-    01                01_snsc.py itself
-    limit             the step alone, on one batch that is on the device already
-Ratios are of runs next to each other. Memory is that of a loop's processes together, shared pages
-counted once. For large images the loaders are also compared alone, images a second for one worker.
+"""Measure the cost of loading images.
 
     python tools/bench/input.py --dataset folder --data-dir data/cifar10
     python tools/bench/input.py --dataset folder --data-dir data/imagenet-mini --batch-size 32
+
+Four loops train the same model on the same images. Each loop runs in its own process; they take turns, --repeats times:
+
+    classic, files    reads PIL images from files in each epoch; RandomCrop, Flip, ToTensor and Normalize per image
+                      (RandomResizedCrop for large images); 4 loader workers; .item() in each training step
+    classic, memory   the same, with the decoded images in memory (small images only)
+    01                01_snsc.py
+    limit             the training step alone, on one batch that is already on the device
+
+A ratio compares runs of the same repeat. Memory is the sum over a loop's processes, with shared pages counted once. For
+large images, the loaders are also compared without training, in images per second for one worker.
 """
 
 import json
@@ -31,17 +33,19 @@ from torchvision import transforms as T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.data import build_datasets, build_loader, build_transforms
+from common.data import IMAGENET_STATS, build_datasets, build_loader, build_transforms
 from common.errors import UserError, one_line_errors
 from common.report import environment, synchronize, warmup_steps
-from tools.bench.measure import ROOT, build_step, parse_args, pick_device, shared_flags, spread, write
+from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, spread, write
 
 CLASSIC_WORKERS = 4
 
 
 def add_flags(parser):
-    inside = [loop for loop in LOOPS if LOOPS[loop]]
-    parser.add_argument("--loop", choices=inside, help="run this loop alone, here, and print its speed as JSON")
+    functions = [loop for loop in LOOPS if LOOPS[loop]]
+    parser.add_argument(
+        "--loop", choices=functions, help="run this loop in this process, print its speed as JSON (internal)"
+    )
 
 
 def main(args):
@@ -66,7 +70,7 @@ def main(args):
             write(args, env, bench="input", loop=loop, repeat=repeat, **run)
             print(f"   run {repeat + 1}: {loop:16} {run['images_per_second']:8.0f} img/s", flush=True)
 
-    print(f"\n{'loop':16} {'img/s, median (range)':>28} {'peak memory':>12}   01 against it, median (range)")
+    print(f"\n{'loop':16} {'img/s, median (range)':>28} {'peak memory':>12}   01 / loop, median (range)")
     for loop in loops:
         speeds = [run["images_per_second"] for run in runs[loop]]
         memory = max(run["peak_memory_mib"] for run in runs[loop])
@@ -77,12 +81,8 @@ def main(args):
 
 
 def run_loop(loop, args):
-    """Run one loop in a process of its own.
-
-    Returns:
-        dict of images_per_second and peak_memory_mib.
-    """
-    flags = shared_flags(args)
+    """Run one loop in its own process; return a dict of images_per_second and peak_memory_mib."""
+    flags = command_line(args)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
         if loop == "01":
@@ -93,15 +93,15 @@ def run_loop(loop, args):
         with PeakMemory(process.pid) as peak:
             output = process.communicate()[0]
         if process.returncode != 0:
-            raise UserError(f"the loop {loop!r} ended with exit code {process.returncode}; its message stands above")
+            raise UserError(f"the loop {loop!r} exited with code {process.returncode}; see its message above")
         record = json.loads(log.read_text() if loop == "01" else output)
     return {"images_per_second": record["images_per_second"], "peak_memory_mib": peak.mib}
 
 
 class PeakMemory:
-    """The most memory that a process and its children hold together, looked at once a second.
+    """Measure the peak memory of a process and its children, once per second.
 
-    Memory they share is counted once: each is charged its proportional share (PSS).
+    Shared memory is counted once: each process counts with its proportional share (PSS).
     """
 
     def __init__(self, pid):
@@ -124,13 +124,13 @@ class PeakMemory:
                 for process in [parent, *parent.children(recursive=True)]:
                     full = process.memory_full_info()
                     total += getattr(full, "pss", full.uss)
-            except psutil.Error:  # one of them has just ended
+            except psutil.Error:  # one of the processes has just exited
                 continue
             self.mib = max(self.mib, total // 2**20)
 
 
 def timed(batches, step, device):
-    """Images per second of a loop over batches, its first steps left out."""
+    """Return the images per second of a loop over batches, without its first training steps."""
     if len(batches) < 10:
         raise UserError(f"{len(batches)} steps are too few to time, expected 10 or more: lower --batch-size")
     done, warmup = 0, warmup_steps(len(batches))
@@ -145,31 +145,30 @@ def timed(batches, step, device):
 
 
 def limit_loop(args):
-    """The step alone, again and again on one batch."""
+    """Time the training step alone, always on the same batch."""
     device = pick_device()
     train_set, _ = build_datasets(args)
     step = build_step(args, train_set, device)
-    images, targets = train_set.__getitems__(list(range(args.batch_size)))
+    images, targets = first_batch(args, train_set)
     images, targets = build_transforms(train_set, args, device)[1](images.to(device)), targets.to(device)
     return timed([(images, targets)] * (len(train_set) // args.batch_size), step, device)
 
 
 def classic_loop(args, in_memory):
-    """The loop of most tutorials."""
+    """Time the loop that most tutorials use."""
     device = pick_device()
     train_set, _ = build_datasets(args)
     train_step = build_step(args, train_set, device)
     dataset = ClassicImages(args, train_set) if in_memory else classic_files(args, train_set)
-    warnings.filterwarnings("ignore", message="This DataLoader will create 4 worker")  # as everybody's does
+    warnings.filterwarnings("ignore", message="This DataLoader will create 4 worker")  # most tutorials ignore it too
     options = {"num_workers": CLASSIC_WORKERS, "pin_memory": device.type == "cuda"}
     loader = DataLoader(dataset, args.batch_size, shuffle=True, **options)
     del train_set
-    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     total, correct = 0.0, 0
 
     def step(images, targets):
         nonlocal total, correct
-        images, targets = images.to(device, memory_format=memory_format), targets.to(device)
+        images, targets = images.to(device), targets.to(device)
         loss, outputs = train_step(images, targets)
         total += loss.item()
         correct += (outputs.argmax(dim=1) == targets).sum().item()
@@ -178,7 +177,7 @@ def classic_loop(args, in_memory):
 
 
 class ClassicImages(Dataset):
-    """Images in memory, made PIL images and transformed one at a time, as torchvision's CIFAR10 does."""
+    """Images in memory, converted to PIL images and transformed one by one, as in torchvision's CIFAR10."""
 
     def __init__(self, args, train_set):
         self.images = train_set.images.permute(0, 2, 3, 1).contiguous().numpy()
@@ -189,19 +188,20 @@ class ClassicImages(Dataset):
         return len(self.targets)
 
     def __getitem__(self, index):
-        image = Image.fromarray(self.images[index].squeeze())  # (H, W) where there is one channel
+        image = Image.fromarray(self.images[index].squeeze())  # (H, W) if there is one channel
         return self.transform(image), self.targets[index]
 
 
 def classic_files(args, train_set):
-    """As many files of an ImageFolder as the training set has images, decoded by PIL as they come."""
+    """Return an ImageFolder with as many images as the training set, decoded by PIL when they are read."""
     folder = torchvision.datasets.ImageFolder(Path(args.data_dir, "train"), classic_transform(args, train_set))
     chosen = torch.randperm(len(folder), generator=torch.Generator().manual_seed(0))[: len(train_set)]
     return torch.utils.data.Subset(folder, chosen.tolist())
 
 
 def classic_transform(args, train_set):
-    mean, std = ((s / 255).tolist() for s in train_set.channel_stats())
+    stats = train_set.channel_stats() if train_set.in_memory else map(torch.tensor, IMAGENET_STATS)
+    mean, std = ((s / 255).tolist() for s in stats)
     size = train_set.image_size
     crop = T.RandomCrop(size, padding=size[0] // 8) if train_set.in_memory else T.RandomResizedCrop(size)
     flip = [T.RandomHorizontalFlip()] if args.dataset != "mnist" else []
@@ -211,18 +211,18 @@ def classic_transform(args, train_set):
 LOOPS = {
     "classic, files": lambda args: classic_loop(args, in_memory=False),
     "classic, memory": lambda args: classic_loop(args, in_memory=True),
-    "01": None,  # the script itself, see run_loop
+    "01": None,  # a script, see run_loop
     "limit": limit_loop,
 }
 
 
 def compare_loaders(args, env):
-    """Print the speed of one loader worker, ours against the classic pipeline, no training."""
+    """Compare our loader with the classic loader, one worker each, without training."""
     device = torch.device("cpu")
     args.workers = 1
     train_set, _ = build_datasets(args)
     augment, _ = build_transforms(train_set, args, device)
-    ours = build_loader(train_set, torch.utils.data.SequentialSampler(train_set), args, train=True)
+    ours = build_loader(train_set, args, range(len(train_set)), train=True)
     classic = DataLoader(classic_files(args, train_set), args.batch_size, num_workers=1, persistent_workers=True)
     loaders = {"classic loader": (classic, lambda images: images), "our loader": (ours, augment)}
     speeds = {name: [] for name in loaders}
@@ -231,7 +231,7 @@ def compare_loaders(args, env):
             begin, images = time.perf_counter(), 0
             for batch in loader:
                 images += len(finish(batch[0]))
-            if repeat > 0:  # the first pass starts the worker and fills the cache of files
+            if repeat > 0:  # the first pass starts the worker and fills the file cache
                 speeds[name].append(images / (time.perf_counter() - begin))
                 write(args, env, bench="input", loop=name, repeat=repeat - 1, images_per_second=speeds[name][-1])
     ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]

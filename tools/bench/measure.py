@@ -1,4 +1,4 @@
-"""What the benchmarks share: a training step, a spread of figures, a line in --log-file."""
+"""Functions shared by the benchmarks: flags, a training step, a summary of measurements, a line in --log-file."""
 
 import contextlib
 import json
@@ -10,66 +10,71 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.flags import AMP_DTYPES, Parser, whole_number
+from common.data import build_loader
+from common.flags import shared_flags, whole_number
 from common.models import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse_args(doc, add_flags=lambda parser: None):
-    """The flags of a benchmark: those of 01 to 05, --repeats, and its own."""
-    parser = Parser(doc)
-    parser.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each")
+    """Parse the flags of a benchmark: the flags of 01 to 05, --repeats, and the benchmark's own flags."""
+    parser = shared_flags(doc)
+    parser.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="number of runs per variant")
     add_flags(parser)
-    # For input: long enough that the batches which workers make ahead, before the clock starts, count for little.
+    # For input.py: enough images that the batches which workers prefetch before the timing starts do not matter.
     parser.set_defaults(limit=100 * 256)
     return parser.parse_args()
 
 
-def shared_flags(args):
-    """The flags that decide what is trained on and how, as a command line."""
-    flags = ["--dataset", args.dataset, "--data-dir", args.data_dir, "--arch", args.arch, "--amp", args.amp]
-    flags += ["--batch-size", str(args.batch_size), "--limit", str(args.limit), "--seed", str(args.seed)]
-    flags += ["--workers", str(args.workers)] if args.workers is not None else []
-    return flags + ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
+def command_line(args):
+    """Return the flags that select the data and the training, as a command line."""
+    names = ("dataset", "data_dir", "arch", "batch_size", "limit", "seed", "workers")
+    return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
 
 
 def pick_device():
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
 
-def build_step(args, train_set, device, wrap=lambda net: net):
-    """The network, wrapped, and one training step on it: (images, targets) on the device -> (loss, outputs).
+def first_batch(args, train_set):
+    """Return the first batch of a training set as (images, targets); a small set is repeated."""
+    indices = [k % len(train_set) for k in range(args.batch_size)]
+    return next(iter(build_loader(train_set, args, indices)))
 
-    With synced=False the step leaves out what DistributedDataParallel would send.
+
+def build_step(args, train_set, device, wrap=lambda model: model):
+    """Build a model and return a function that runs one training step: (images, targets) -> (loss, outputs).
+
+    With synced=False, the step leaves out the communication of DistributedDataParallel.
+
+    Args:
+        args: Namespace of parse_args.
+        train_set: data set, for the shape of its images and its number of classes.
+        device: torch.device of the model; images and targets must be on it.
+        wrap: function that wraps the model, for example DistributedDataParallel.
     """
     torch.manual_seed(args.seed)
-    net = build_model(args, train_set).to(device)
-    if args.compile:
-        net.compile()
-    net = wrap(net)
+    model = build_model(args, train_set).to(device)
+    model = wrap(model)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
 
     def step(images, targets, synced=True):
-        with contextlib.nullcontext() if synced else net.no_sync():
-            with torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none"):
-                outputs = net(images)
-                loss = criterion(outputs, targets)
+        with contextlib.nullcontext() if synced else model.no_sync():
+            outputs = model(images)
+            loss = criterion(outputs, targets)
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+            loss.backward()
+        optimizer.step()
         return loss, outputs
 
     return step
 
 
 def spread(values, form):
-    """Median (least to greatest)."""
-    middle = statistics.median(values)
-    return f"{middle:{form}} ({min(values):{form}} - {max(values):{form}})"
+    """Return the text "median (minimum - maximum)"."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
 
 
 def write(args, env, **measured):
@@ -78,6 +83,6 @@ def write(args, env, **measured):
         return
     record = {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "model": args.arch}
     for setting in ("dataset", "data_dir", "limit", "batch_size", "amp", "channels_last", "compile"):
-        record[setting] = getattr(args, setting)
+        record |= {setting: getattr(args, setting)} if setting in args else {}
     with open(args.log_file, "a") as file:
         file.write(json.dumps(record | env | measured) + "\n")

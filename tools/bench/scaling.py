@@ -1,7 +1,8 @@
-"""Seconds of all_reduce by size, and of a training step and its parts; under torchrun, for as many processes
-as that starts. What notebooks/scaling.ipynb fits its model to.
+"""Measure all_reduce by size, and a training step and its parts, for the prediction in notebooks/scaling.ipynb.
 
     torchrun --nnodes=1 --nproc-per-node=2 tools/bench/scaling.py --batch-size 64
+
+torchrun sets the number of processes.
 """
 
 import statistics
@@ -19,7 +20,7 @@ from common.data import build_datasets, build_transforms
 from common.distributed import cleaned_up, setup_distributed
 from common.errors import one_line_errors
 from common.report import environment, synchronize
-from tools.bench.measure import build_step, parse_args, write
+from tools.bench.measure import build_step, first_batch, parse_args, write
 
 SIZES = [2**k for k in range(10, 27, 2)]  # bytes: 1 KiB to 64 MiB
 STEPS, WARMUP = 10, 3
@@ -36,20 +37,21 @@ def main(args):
         for size in SIZES:
             seconds = all_reduce_seconds(size, d.device)
             if d.is_main:
-                print(f"all_reduce of {size:10} bytes between {d.world_size}: {1000 * seconds:10.3f} ms", flush=True)
+                print(
+                    f"all_reduce of {size:10} bytes between {d.world_size} processes: {1000 * seconds:10.3f} ms",
+                    flush=True,
+                )
                 write(args, env, bench="all_reduce", bytes=size, seconds=seconds)
     measured = step_parts(args, d)
     if d.is_main:
         buckets = ", ".join(f"{size / 2**20:.1f}" for size in measured["bucket_bytes"])
-        print(
-            f"step: {1000 * measured['seconds']:.1f} ms, without sending {1000 * measured['compute_seconds']:.1f} ms; "
-            f"buckets of {buckets} MiB"
-        )
+        whole, compute = 1000 * measured["seconds"], 1000 * measured["compute_seconds"]
+        print(f"training step: {whole:.1f} ms, without communication {compute:.1f} ms; buckets of {buckets} MiB")
         write(args, env, bench="step", **measured)
 
 
 def all_reduce_seconds(size, device):
-    """The median of some all_reduces of `size` bytes, each begun by all ranks together."""
+    """Return the median seconds of an all_reduce of `size` bytes. All ranks start each all_reduce together."""
     tensor, times = torch.ones(size // 4, device=device), []
     for k in range(WARMUP + STEPS):
         dist.barrier()
@@ -59,19 +61,22 @@ def all_reduce_seconds(size, device):
         synchronize(device)
         if k >= WARMUP:
             times.append(time.perf_counter() - begin)
-        tensor.fill_(1)  # or the sums grow to infinity
+        tensor.fill_(1)  # otherwise the sums grow to infinity
     return statistics.median(times)
 
 
 def step_parts(args, d):
-    """Medians of a step that sends its gradients, of one that does not, and of when in it each bucket was ready.
+    """Measure a training step with and without communication, and when each bucket of gradients is ready.
 
-    The two kinds of step take turns. What the CPU sees is what is timed: on a GPU, where it only hands work on,
-    the device is synchronised at every mark.
+    The two kinds of step take turns. Before each time is taken, the device is synchronised, because a GPU works
+    asynchronously.
+
+    Returns:
+        dict of seconds, compute_seconds, ready_seconds and bucket_bytes; the times are medians.
     """
     train_set, _ = build_datasets(args)
     normalize = build_transforms(train_set, args, d.device)[1]
-    images, targets = train_set.__getitems__([i % len(train_set) for i in range(args.batch_size)])
+    images, targets = first_batch(args, train_set)
     images, targets = normalize(images.to(d.device)), targets.to(d.device)
 
     marks, buckets = [], []
@@ -87,16 +92,16 @@ def step_parts(args, d):
         future.set_result(bucket.buffer())
         return future
 
-    def keep_apart(net):
-        ddp = DistributedDataParallel(net)
+    def without_communication(model):
+        ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(None, send_nothing)
         return ddp
 
-    sending = build_step(args, train_set, d.device, DistributedDataParallel)
-    quiet = build_step(args, train_set, d.device, keep_apart)
+    communicating = build_step(args, train_set, d.device, DistributedDataParallel)
+    silent = build_step(args, train_set, d.device, without_communication)
     whole, parts = [], []
     for k in range(WARMUP + STEPS):
-        for step, times in ((sending, whole), (quiet, parts)):
+        for step, times in ((communicating, whole), (silent, parts)):
             dist.barrier()
             del marks[:], buckets[:]
             mark()

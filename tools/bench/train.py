@@ -1,10 +1,10 @@
-"""What 06 costs beside the bare step. Runs in turn, each in a process of its own, --repeats times over:
-    bare          forward, backward and step on one batch that never moves
-    dummy         06_imagenet.py --dummy: all of the script but the reading of images
-    checkpoints   the same with a checkpoint every --every steps
-    files         06_imagenet.py on the JPEGs of --data-dir
-Ratios are of runs next to each other. The cost of a checkpoint is what it adds to the run, given for one every 100
-steps. On a CPU, then the loader alone with one worker, against PIL images transformed one by one.
+"""Compare 06 with the bare training step. Each run is a process of its own; they run in turn, --repeats times:
+    bare          forward, backward and optimizer step, always on the same batch
+    dummy         06_imagenet.py --dummy: all of the script except reading images
+    checkpoints   the same, with a checkpoint every --every steps
+    files         06_imagenet.py on the photographs of --data-dir
+Ratios compare runs that follow each other. The cost of a checkpoint is what it adds to the run, for one checkpoint
+every 100 steps. At the end: the loader alone with one worker, compared with PIL images transformed one by one.
 
     python tools/bench/train.py --data-dir data/imagenet-mini --batch-size 32 --image-size 224
 """
@@ -28,22 +28,36 @@ from torchvision import transforms as T
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import UserError, one_line_errors
-from common.flags import AMP_DTYPES, whole_number
-from common.models import build_model
 from common.report import environment, peak_memory, synchronize, warmup_steps
 from imagenet.data import MEAN, STD, Images, build_loader
 from imagenet.elastic import GlobalBatches
-from tools.bench.measure import ROOT, parse_args, pick_device, spread, write
+from imagenet.flags import AMP_DTYPES, Parser, add_machine_flags, check_machine_flags, output_file, whole_number
+from imagenet.model import build_model
+from tools.bench.measure import ROOT, pick_device, spread
 from tools.records import checkpoint_cost
 
 RUNS = ("bare", "dummy", "checkpoints", "files")
 
 
-def add_flags(parser):
-    parser.add_argument("--image-size", type=whole_number(16), default=224, metavar="N", help="pixels a side")
-    parser.add_argument("--steps", type=whole_number(20), default=40, metavar="N", help="of each run")
-    parser.add_argument("--every", type=whole_number(1), default=10, metavar="N", help="steps a checkpoint")
-    parser.add_argument("--bare", action="store_true", help="run the bare step here, and print JSON")
+def parse_args():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add(
+        "--data-dir", default="data", metavar="DIR", help="photographs, as train/CLASS/*.jpg; without them no files run"
+    )
+    add("--arch", default="resnet18", metavar="NAME", help="see 06_imagenet.py --help")
+    add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images per step")
+    add("--image-size", type=whole_number(16), default=224, metavar="N", help="pixels per side")
+    add("--workers", type=whole_number(0), metavar="N", help="loader processes of the files run; 2 if not given")
+    add("--steps", type=whole_number(20), default=40, metavar="N", help="steps of each run")
+    add("--every", type=whole_number(1), default=10, metavar="N", help="steps between checkpoints")
+    add("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each kind")
+    add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per run to FILE")
+    add("--bare", action="store_true", help="run the bare step in this process, and print JSON")
+    add_machine_flags(parser)
+    args = parser.parse_args()
+    check_machine_flags(parser, args)
+    return args
 
 
 def main(args):
@@ -54,29 +68,28 @@ def main(args):
     print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs of each, in turn")
     has_files = os.path.isdir(os.path.join(args.data_dir, "train"))
     runs = {name: [] for name in RUNS if has_files or name != "files"}
-    settings = {"image_size": args.image_size, "steps": args.steps, "every": args.every, "workers": args.workers}
     for repeat in range(args.repeats):
         for name in runs:
             run = run_one(name, args)
             runs[name].append(run)
-            write(args, env, bench="train", run=name, repeat=repeat, **settings, **run)
+            write(args, env, run=name, repeat=repeat, **run)
             print(f"   run {repeat + 1}: {name:12} {run['images_per_second']:9.1f} img/s", flush=True)
 
     print(f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   against the bare step, median (range)")
-    for name, some in runs.items():
-        speeds = [run["images_per_second"] for run in some]
+    for name, measured in runs.items():
+        speeds = [run["images_per_second"] for run in measured]
         ratios = [speed / run["images_per_second"] for speed, run in zip(speeds, runs["bare"], strict=True)]
-        memory = max(run["peak_memory_mib"] for run in some)
+        memory = max(run["peak_memory_mib"] for run in measured)
         print(f"{name:12} {spread(speeds, '.1f'):>28} {memory:8} MiB   {spread(ratios, '.3f')}")
     pairs = zip(runs["dummy"], runs["checkpoints"], strict=True)
     costs = [checkpoint_cost(*(run["images_per_second"] for run in pair), vars(args)) for pair in pairs]
     print(f"a checkpoint every 100 steps costs {spread([100 * cost for cost in costs], '.2f')} % of the time")
     if has_files:
-        compare_loaders(args, env, settings)
+        compare_loaders(args, env)
 
 
 def run_one(name, args):
-    """Run one loop in a process of its own: its images per second and its peak memory."""
+    """Run one loop in a process of its own. Return its images per second and its peak memory."""
     shared = ["--arch", args.arch, "--batch-size", args.batch_size, "--amp", args.amp, "--image-size", args.image_size]
     shared += ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
     with tempfile.TemporaryDirectory() as folder:
@@ -96,32 +109,32 @@ def run_one(name, args):
                 command += ["--dummy", args.steps * args.batch_size, "--epochs", 1]
         done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
         if done.returncode != 0:
-            raise UserError(f"the run {name!r} ended with exit code {done.returncode}; its message stands above")
+            raise UserError(f"the run {name!r} ended with exit code {done.returncode}; its message is above")
         last = (done.stdout if name == "bare" else log.read_text()).splitlines()[-1]
     record = json.loads(last)
     return {key: record[key] for key in ("images_per_second", "peak_memory_mib")}
 
 
 def bare(args):
-    """The step alone, again and again on one batch; the first steps are left out."""
+    """Repeat the step alone on one batch. The first steps do not count."""
     device = pick_device()
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
     dataset = SimpleNamespace(channels=3, image_size=(args.image_size, args.image_size), num_classes=1000)
-    net = build_model(args, dataset).to(device)
+    model = build_model(args, dataset).to(device)
     if args.compile:
-        net.compile()
+        model.compile()
     images = torch.randn(args.batch_size, 3, *dataset.image_size, device=device)
     images = images.to(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
     targets = torch.randint(1000, (args.batch_size,), device=device)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-5)
     autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     for step in range(args.steps):
         optimizer.zero_grad()
         with autocast:
-            loss = criterion(net(images), targets)
+            loss = criterion(model(images), targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -134,8 +147,8 @@ def bare(args):
     return {"images_per_second": speed, "peak_memory_mib": round((peak_memory() or 0) / 2**20)}
 
 
-def compare_loaders(args, env, settings):
-    """Print the speed of one loader worker, ours against the classic pipeline, no training."""
+def compare_loaders(args, env):
+    """Print the speed of one loader worker, ours and the classic pipeline's, without training."""
     ours = Images(os.path.join(args.data_dir, "train"), args.image_size, seed=0)
     steps = max(1, min(len(ours), args.steps * args.batch_size) // args.batch_size)
     images = steps * args.batch_size
@@ -153,12 +166,23 @@ def compare_loaders(args, env, settings):
             if repeat > 0:  # the first pass starts the worker and fills the cache of files
                 speeds[name].append(done / (time.perf_counter() - begin))
                 speed = speeds[name][-1]
-                write(args, env, bench="train", run=name, repeat=repeat - 1, **settings, images_per_second=speed)
+                write(args, env, run=name, repeat=repeat - 1, images_per_second=speed)
     ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]
     print(f"\nloaders alone, one worker: classic {statistics.median(speeds['classic loader']):.0f} img/s, "
           f"ours {statistics.median(speeds['our loader']):.0f}, ratio {spread(ratios, '.2f')}")  # fmt: skip
 
 
+def write(args, env, **measured):
+    """Append one line to --log-file."""
+    if not args.log_file:
+        return
+    record = {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "model": args.arch}
+    settings = ("data_dir", "batch_size", "amp", "channels_last", "compile", "image_size", "steps", "every", "workers")
+    record |= {setting: getattr(args, setting) for setting in settings} | env | {"bench": "train"}
+    with open(args.log_file, "a") as file:
+        file.write(json.dumps(record | measured) + "\n")
+
+
 if __name__ == "__main__":
     with one_line_errors():
-        main(parse_args(__doc__, add_flags))
+        main(parse_args())

@@ -1,16 +1,16 @@
-"""Fill in what the book shows of the code and of results/, so that nothing of it is typed by hand.
+"""Generate the code, tables and outputs that the book shows, so that they are never typed by hand.
 
-    python tools/book/book.py             write it
-    python tools/book/book.py --check     exit 1 and say which page is stale
-    python tools/book/book.py --record    first run the commands whose output is shown and not recorded yet
+    python tools/book/book.py             update the pages
+    python tools/book/book.py --check     name the stale pages and exit with 1
+    python tools/book/book.py --record    first run the commands whose output is shown but not recorded
 
-The pages are README.md and docs/*.md. Between <!-- KIND: WHAT --> and <!-- end --> stands:
+The pages are README.md and docs/*.md. The text between <!-- KIND: ARGUMENT --> and <!-- end --> is generated:
 
-    table: NAME         a table of tools/book/tables.py
-    diff: 03            what 03 changes in its parent
+    table: NAME         a table from tools/book/tables.py
+    diff: 03            the diff between 03 and its parent
     section: 03 0       a section of a script, see tools/steps.py
     code: FILE NAME     a function, a class or the docstring of a file
-    output: COMMAND     what a command printed, as recorded in results/output/; to run it again, remove its line there
+    output: COMMAND     the output of a command, recorded in results/output/; remove its line there to record it again
 """
 
 import argparse
@@ -33,22 +33,22 @@ BLOCK = re.compile(r"^(<!-- (\w+): (.+?) -->\n)(.*?)^(<!-- end -->)$", re.M | re
 
 
 class BookError(ValueError):
-    """A block that cannot be filled in; the message says why and what to do."""
+    """A block cannot be generated. The message says why and what to do."""
 
 
 def pages():
-    """The files of the book."""
+    """Return the files of the book."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def render(text):
-    """A page with every block made anew."""
+    """Return the text of a page with all blocks generated again."""
 
-    def fill(found):
-        begin, kind, what, _, end = found.groups()
+    def fill(match):
+        begin, kind, argument, _, end = match.groups()
         if kind not in KINDS:
-            raise BookError(f"<!-- {kind}: {what} -->: expected one of {', '.join(KINDS)}")
-        return f"{begin}\n{KINDS[kind](what)}\n\n{end}"
+            raise BookError(f"<!-- {kind}: {argument} -->: expected one of {', '.join(KINDS)}")
+        return f"{begin}\n{KINDS[kind](argument)}\n\n{end}"
 
     return BLOCK.sub(fill, text)
 
@@ -63,13 +63,13 @@ def diff(number):
     return fenced("diff", "\n".join(steps.diff(script(number))))
 
 
-def section(what):
-    number, name = what.split()
+def section(argument):
+    number, name = argument.split()
     return fenced("python", "\n".join(steps.sections(script(number))[name]).strip("\n"))
 
 
-def code(what):
-    file, name = what.split()
+def code(argument):
+    file, name = argument.split()
     text = (ROOT / file).read_text()
     if name == "docstring":
         return fenced("text", ast.get_docstring(ast.parse(text)))
@@ -81,10 +81,10 @@ def code(what):
 
 
 def output(command):
-    found = [r for r in records("output") if r["command"] == command]
-    if not found:
+    runs = [r for r in records("output") if r["command"] == command]
+    if not runs:
         raise BookError(f"the output of `{command}` is not recorded: python tools/book/book.py --record")
-    return f"On {hardware(found[-1])}:\n\n{fenced('text', found[-1]['output'])}"
+    return f"On {hardware(runs[-1])}:\n\n{fenced('text', runs[-1]['output'])}"
 
 
 KINDS = {"table": table, "diff": diff, "section": section, "code": code, "output": output}
@@ -102,13 +102,13 @@ def fenced(language, text):
 
 
 def shown_commands():
-    """Every command whose output a page shows."""
+    """Return the commands whose output a page shows."""
     blocks = [block for page in pages() for block in BLOCK.findall(page.read_text())]
-    return list(dict.fromkeys(what for _, kind, what, _, _ in blocks if kind == "output"))
+    return list(dict.fromkeys(argument for _, kind, argument, _, _ in blocks if kind == "output"))
 
 
 def record(commands):
-    """Run commands and write what they print to results/output/."""
+    """Run commands and record their output in results/output/."""
     from common.report import environment
     from tools.bench.measure import pick_device
     from tools.experiments import Machine
@@ -117,7 +117,7 @@ def record(commands):
     path.parent.mkdir(exist_ok=True)
     for command in commands:
         if command.startswith("srun") and not shutil.which("srun"):
-            print(f"left out, as there is no Slurm: {command}")
+            print(f"skipped, because srun is not installed: {command}")
             continue
         print(f"$ {command}", flush=True)
         text = run(command)
@@ -128,9 +128,13 @@ def record(commands):
 
 
 def run(command):
-    """What a command prints, on both channels, with this Python's programs and without this machine's paths."""
-    here = os.path.dirname(sys.executable)
-    env = os.environ | {"PATH": f"{here}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
+    """Return the output and errors of a command, run in this Python environment, without this machine's paths."""
+    programs = os.path.dirname(sys.executable)
+    env = os.environ | {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": "100",
+        "PYTHONUNBUFFERED": "1",
+    }
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -142,21 +146,21 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--check", action="store_true", help="write nothing, and exit with 1 if a page is stale")
-    parser.add_argument("--record", action="store_true", help="run what is shown and not recorded yet")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a page is stale; write nothing")
+    parser.add_argument("--record", action="store_true", help="first run the commands that are not recorded")
     return parser.parse_args()
 
 
 def main(args):
     if args.record:
-        known = {r["command"] for r in records("output")}
-        record([command for command in shown_commands() if command not in known])
+        recorded = {r["command"] for r in records("output")}
+        record([command for command in shown_commands() if command not in recorded])
     stale = []
     for page in pages():
         name, text = str(page.relative_to(ROOT)), page.read_text()
         try:
             fresh = render(text)
-        except BookError as error:
+        except ValueError as error:  # BookError, RecordError, or a section that a script lacks
             stale.append(f"{name}: {error}")
             continue
         if fresh != text and args.check:

@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/concepts.md: python tools/book/pictures.py
+"""Draw the pictures of docs/concepts.md: python tools/book/pictures.py
 
-What they show is computed here too, so that a test can compare it with what the real collectives do.
+The numbers in the pictures are computed here, so that a test can compare them with the real collectives.
 """
 
 import functools
@@ -30,20 +30,20 @@ RANK_COLORS = (BLUE, ORANGE, GREEN, PURPLE)
 INK, PALE = "#222222", "#F4F4F4"
 
 
-# What the pictures show
+# The numbers in the pictures
 
 
-def held(ranks=RANKS):
-    """What each rank holds at first: a row of `ranks` numbers, all different."""
+def initial_values(ranks=RANKS):
+    """Return the initial numbers: a row of `ranks` numbers per rank, all different."""
     return np.arange(1, ranks * ranks + 1).reshape(ranks, ranks)
 
 
 def collectives(ranks=RANKS):
-    """{name: (before, after)}: a row of numbers for each rank, 0 where it holds none.
+    """Return {name: (before, after)}: a row of numbers per rank, 0 where a rank has no number.
 
     reduce-scatter and all-gather are the two halves of all-reduce.
     """
-    values, empty = held(ranks), np.zeros((ranks, ranks), int)
+    values, empty = initial_values(ranks), np.zeros((ranks, ranks), int)
     total = values.sum(axis=0)
     first, scattered, everywhere = empty.copy(), np.diag(total), np.tile(total, (ranks, 1))
     first[0] = values[0]
@@ -56,33 +56,33 @@ def collectives(ranks=RANKS):
 
 
 def ring_rounds(values):
-    """A ring all-reduce, round by round.
+    """Compute a ring all-reduce, round by round.
 
     Args:
-        values: int (n, n), a row for each rank, one number for each of the n pieces of its tensor.
+        values: int (n, n), a row per rank, a number per piece of its tensor.
 
     Returns:
-        List of 2 (n - 1) + 1 pairs, the first before the first round: what each rank holds; and the pieces that have
-        just come, bool (n, n).
+        List of 2 (n - 1) + 1 pairs; the first pair is the state before the first round. Each pair holds the values of
+        all ranks, int (n, n), and which of them were received in this round, bool (n, n).
     """
     n = len(values)
     values, rounds = values.copy(), [(values, np.zeros((n, n), bool))]
     ranks, to = np.arange(n), (np.arange(n) + 1) % n
     for k in range(2 * (n - 1)):
         piece = (ranks - k) % n if k < n - 1 else (ranks + 1 - (k - (n - 1))) % n
-        sent, values, came = values[ranks, piece], values.copy(), np.zeros((n, n), bool)
-        values[to, piece] = sent + (values[to, piece] if k < n - 1 else 0)
-        came[to, piece] = True
-        rounds.append((values, came))
+        message, values, received = values[ranks, piece], values.copy(), np.zeros((n, n), bool)
+        values[to, piece] = message + (values[to, piece] if k < n - 1 else 0)
+        received[to, piece] = True
+        rounds.append((values, received))
     return rounds
 
 
 def sent(step, all_reduce):
-    """When each bucket's all-reduce begins and ends, if one is sent at a time and each as soon as it is there.
+    """Compute when each bucket's all-reduce begins and ends: one at a time, each as soon as its bucket is ready.
 
     Args:
         step: step_model.Step.
-        all_reduce: function of bytes, in seconds.
+        all_reduce: function from bytes to seconds.
 
     Returns:
         List of (begin, end), in seconds.
@@ -95,11 +95,11 @@ def sent(step, all_reduce):
     return spans
 
 
-# How they look
+# Drawing
 
 
 def canvas(width, height):
-    """A figure that is one empty drawing area, measured in inches from its upper left corner."""
+    """Return a figure with one empty drawing area, in inches from its upper left corner."""
     fig = plt.figure(figsize=(width, height), layout="none")
     ax = fig.add_axes([0, 0, 1, 1])
     ax.set(xlim=(0, width), ylim=(height, 0))
@@ -108,7 +108,7 @@ def canvas(width, height):
 
 
 def tint(color, strength):
-    """A colour mixed with white."""
+    """Mix a colour with white."""
     return tuple(1 - strength * (1 - part) for part in to_rgb(color))
 
 
@@ -127,17 +127,17 @@ def arrow(ax, start, end, color=GREY, bend=0.0, style="-|>", **more):
     ax.add_patch(FancyArrowPatch(start, end, arrowstyle=style, connectionstyle=f"arc3,rad={bend}", **options))
 
 
-def grid(ax, x, y, values, color_of, came=None, cell=0.32, names=True):
-    """A row of cells for each rank. A cell that holds nothing stays empty; one that has just come has a frame.
+def grid(ax, x, y, values, color_of, received=None, cell=0.32, names=True):
+    """Draw a row of cells per rank. Cells without a number stay empty; numbers just received get a frame.
 
     Args:
         color_of: function of (rank, piece).
-        came: bool array like values.
+        received: bool array with the shape of values.
     """
     for (rank, piece), value in np.ndenumerate(values):
         corner, color = (x + piece * cell, y + rank * cell), color_of(rank, piece) if value else "white"
         ax.add_patch(Rectangle(corner, cell, cell, facecolor=color, edgecolor="white" if value else "#DDDDDD"))
-        if came is not None and came[rank, piece]:
+        if received is not None and received[rank, piece]:
             ax.add_patch(Rectangle(corner, cell, cell, facecolor="none", edgecolor=ORANGE, linewidth=2.5, zorder=3))
         if value:
             dark = np.dot(to_rgb(color), (0.3, 0.6, 0.1)) < 0.5
@@ -184,8 +184,8 @@ def draw_ranks(machines=2, processes=2):
 
 def draw_collectives():
     fig, ax = canvas(7.5, 5.3)
-    total = held().sum(axis=0)
-    says = {
+    total = initial_values().sum(axis=0)
+    captions = {
         "broadcast": "rank 0's numbers, on all",
         "all-reduce": "the sum, on all",
         "reduce-scatter": "the sum, a piece on each",
@@ -195,17 +195,18 @@ def draw_collectives():
     def color_of(values, rank, piece):
         if values[rank, piece] == total[piece]:
             return GREY
-        return tint(RANK_COLORS[np.argwhere(held() == values[rank, piece])[0, 0]], 0.45)  # of whom it came from
+        source = np.argwhere(initial_values() == values[rank, piece])[0, 0]  # the rank that had this number at first
+        return tint(RANK_COLORS[source], 0.45)
 
     for k, (name, states) in enumerate(collectives().items()):
         x, y = 0.65 + k % 2 * 3.75, 0.22 + k // 2 * 1.95
-        title(ax, x - 0.52, y, name, says[name], x + 2.96)
+        title(ax, x - 0.52, y, name, captions[name], x + 2.96)
         for left, values in zip((x, x + 1.68), states, strict=True):
             grid(ax, left, y + 0.25, values, functools.partial(color_of, values), names=left == x)
         arrow(ax, (x + 1.34, y + 0.89), (x + 1.62, y + 0.89))
 
     y, left, right, arrivals = 4.12, 0.65, 7.36, np.array([2.1, 3.6, 1.5, 2.8])
-    title(ax, left - 0.52, y, "barrier", "nobody goes on before the last has come", right)
+    title(ax, left - 0.52, y, "barrier", "no rank continues before the last has arrived", right)
     go = left + arrivals.max()
     for rank, arrival in enumerate(left + arrivals):
         top, color = y + 0.22 + rank * 0.22, tint(RANK_COLORS[rank], 0.45)
@@ -220,16 +221,16 @@ def draw_collectives():
 
 def draw_ring():
     fig, ax = canvas(7.5, 4.15)
-    counts = ring_rounds(np.ones((RANKS, RANKS), int))  # of how many ranks each number is the sum
-    for k, (values, came) in enumerate(ring_rounds(held())):
+    counts = ring_rounds(np.ones((RANKS, RANKS), int))  # how many ranks each number is the sum of
+    for k, (values, received) in enumerate(ring_rounds(initial_values())):
         row, column = divmod(k if k < RANKS else k + 1, RANKS)
         x, y, shades = 0.75 + column * 1.78 - (column > 0) * 0.1, 0.75 + row * 2.02, 0.1 + 0.3 * (counts[k][0] - 1)
         text(ax, x + 0.64, y - 0.14, f"after round {k}" if k else "at first", 9.5, color=GREY)
-        grid(ax, x, y, values, lambda *at, shades=shades: tint(GREY, shades[at]), came, names=column == row)
+        grid(ax, x, y, values, lambda *at, shades=shades: tint(GREY, shades[at]), received, names=column == row)
     title(
-        ax, 0.15, 0.22, "reduce-scatter", "in each round each rank sends the next one a piece, to add to its own", 7.27
+        ax, 0.15, 0.22, "reduce-scatter", "in each round, each rank sends a piece to the next rank, which adds it", 7.27
     )
-    title(ax, 0.15, 2.32, "all-gather", "each sends on a finished piece", 7.27)
+    title(ax, 0.15, 2.32, "all-gather", "each rank forwards a finished piece", 7.27)
     center, angles = np.array([0.95, 3.38]), 2 * np.pi * np.arange(RANKS) / RANKS - np.pi / 2
     spots = center + 0.5 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
     for rank, spot in enumerate(spots):
@@ -240,13 +241,13 @@ def draw_ring():
 
 
 def draw_overlap():
-    """A made-up step of a network of four layers, each of them a bucket: no machine has measured these times."""
+    """Draw a training step of a model with four layers, one bucket per layer. The times are invented, not measured."""
     backward, update = np.array([0.8, 1.5, 1.5, 1.3]), 0.9  # of layers 4, 3, 2, 1
     forward = backward / 2
     ready = tuple(forward.sum() + backward.cumsum())
     step = Step(ready, buckets=(0.5, 1.3, 1.3, 1.0), total=ready[-1] + update)
     all_reduce = functools.partial(ring_seconds, devices=RANKS, latency=0.02, bandwidth=1.5)
-    after = sent(step._replace(ready=(ready[-1],) * RANKS), all_reduce)  # all of it when backward has ended
+    after = sent(step._replace(ready=(ready[-1],) * RANKS), all_reduce)  # all communication after backward
     seconds = [step_seconds(step, all_reduce, overlap) for overlap in (0.0, 1.0)]
 
     fig, ax = canvas(7.5, 3.55)
@@ -288,7 +289,7 @@ PICTURES = {"ranks": draw_ranks, "collectives": draw_collectives, "ring": draw_r
 
 
 def fingerprint():
-    """A hash of all that the pictures are drawn from: a picture that holds another one is stale."""
+    """Return a hash of the sources of the pictures. A picture with a different hash is stale."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
 
 

@@ -1,17 +1,18 @@
-"""Fire drills: what 06_imagenet.py does when a process, a machine or a cable fails, on hosts made of namespaces.
+"""Fire drills: let a process, a host or a link fail while 06_imagenet.py trains, and measure the recovery.
 
-    python tools/lab/drill.py                 all of them, one after the other in one training
-    python tools/lab/drill.py worker hang     some
-    python tools/lab/drill.py --list          what they are
+    python tools/lab/drill.py                 run all drills, one after the other in one training
+    python tools/lab/drill.py worker hang     run some drills
+    python tools/lab/drill.py --list          list the drills
 
-Three hosts train, started by launch/06_elastic.sh with one process on each; launch/store.py runs on a fourth. Each
-has a disk of its own for checkpoints, unless --shared. A drill passes if the training goes on by itself, from
-the newest checkpoint that was on all disks or a newer one, and leaves out no step. Needs root.
+The hosts are network namespaces on this machine; this needs root. Three hosts train, started by launch/06_elastic.sh
+with one process per host; launch/store.py runs on a fourth host. Each host has its own disk for checkpoints, unless
+--shared. A drill passes if the training continues by itself, from the newest checkpoint that was on all disks or from a
+newer one, and skips no training step.
 
-    steps lost    the last step before the fault, less the one after which the training went on; more than --every are
-                  lost if the newest checkpoint was still on its way to the disk, which takes a few of these short steps
-    seconds       from the fault to the next step
-    processes     before the fault, and when all was over
+    steps lost    training steps that are repeated: the last step before the fault minus the step of the checkpoint.
+                  Can exceed --every if the newest checkpoint was not yet on disk; writing takes a few short steps
+    seconds       from the fault to the next training step
+    processes     number of processes before the fault and after the recovery
 """
 
 import argparse
@@ -42,40 +43,40 @@ from common.report import environment
 from tools.lab import hosts as hosts_module
 
 PORT = 29400
-TRAINERS, STORE = 3, 3  # hosts 0 to 2 train, host 3 keeps the store
-# Small enough for a step in a tenth of a second on two cores, and more steps than all drills together take.
+TRAINERS, STORE = 3, 3  # hosts 0 to 2 train, host 3 runs the store
+# A training step takes a tenth of a second on two cores, and there are more steps than all drills together need.
 TRAINING = "--dummy 1200 --image-size 16 --arch mnist_net --batch-size 24 --epochs 1000 --eval-every 0 --print-every 1"
-# For launch/06_elastic.sh. The patience of a drill, which would be too little for machines with much to save.
+# Variables for launch/06_elastic.sh. The timeouts are too short for machines that save large checkpoints.
 SETTINGS = {"NODES": f"1:{TRAINERS}", "PROCESSES": 1, "RESTARTS": 1000, "PAUSE": 1, "INTERVAL": 1, "LAST_CALL": 4}
 SETTINGS |= {"OMP_NUM_THREADS": 1}
-TIMEOUT = 15  # seconds for a rank that does not answer
-PATIENCE = 180  # seconds for anything, on a machine that may be busy with something else
+TIMEOUT = 15  # seconds until a rank that does not answer counts as lost
+PATIENCE = 180  # seconds to wait for any event, on a machine that may be busy
 
 
 class DrillFailed(Exception):
-    """The training did not do what the drill expects; the message says what it did instead."""
+    """The training did not do what the drill expects. The message says what it did instead."""
 
 
 @dataclasses.dataclass
 class Recovery:
-    """How a training came through a fault: see the top of this file."""
+    """The cost of a fault: see the top of this file."""
 
     steps_lost: int
     seconds: float
-    before: int  # processes
+    before: int  # number of processes
     after: int
 
 
 class Job:
-    """One training of 06 on several hosts, and what may happen to it.
+    """One training of 06 on several hosts, and the faults that can be caused in it.
 
     Args:
-        hosts: Hosts, the last of which is for the store.
+        hosts: Hosts; the last host runs the store.
         folder: str or Path, for checkpoints.
-        every: int, steps between checkpoints.
-        timeout: int, seconds for a rank that does not answer.
-        shared: bool, whether all hosts have one folder for checkpoints.
-        flags: more flags of 06; of two that differ the later one counts.
+        every: int, training steps between checkpoints.
+        timeout: int, seconds until a rank that does not answer counts as lost.
+        shared: bool, whether all hosts share one folder for checkpoints.
+        flags: more flags for 06; they override the flags of the drills.
         settings: more variables for launch/06_elastic.sh.
     """
 
@@ -83,20 +84,20 @@ class Job:
         self.hosts, self.folder, self.every, self.shared = hosts, Path(folder), every, shared
         self.flags = [*TRAINING.split(), "--checkpoint-every", every, "--timeout", timeout, *flags]
         self.settings = SETTINGS | {"STORE": f"{hosts.addresses[STORE]}:{PORT}", "JOB": "drill"} | settings
-        self.running = {}  # host -> its supervising loop, a Popen
-        self.lines = []  # what all hosts have printed: (time, host, line)
-        self.steps = []  # of those, the steps: (time, step)
-        self.resumed = []  # the steps after which it went on: (time, step)
-        self.worlds = []  # how many processes, each time it started or went on: (time, number)
-        self.bad = set()  # the checkpoints that were damaged, as _written knows them
-        self.safe = 0  # the step of the newest checkpoint that none can lose
-        self.mistakes = []  # a step left out, or too many taken back
-        self.news = threading.Condition()
+        self.running = {}  # host: Popen of launch/06_elastic.sh
+        self.lines = []  # output of all hosts: (time, host, line)
+        self.steps = []  # training steps in this output: (time, step)
+        self.resumed = []  # steps of the checkpoints from which the training resumed: (time, step)
+        self.worlds = []  # world sizes, one per start or restart: (time, world size)
+        self.damaged = set()  # damaged checkpoints, as returned by _file_version
+        self.safe = 0  # step of the newest checkpoint that is on all disks
+        self.mistakes = []  # messages: a step was skipped, or too many steps were repeated
+        self.changed = threading.Condition()  # notified after each line of output
 
     # The hosts
 
     def start_store(self):
-        """Start the store on its host."""
+        """Run launch/store.py on its host."""
         begin = len(self.lines)
         self._popen(STORE, "python", "launch/store.py", "--port", PORT)
         self.wait_for(lambda: any("until Ctrl-C" in line for _, _, line in self.lines[begin:]), "the store")
@@ -108,9 +109,9 @@ class Job:
             path.mkdir(exist_ok=True)
             command = [ROOT / "launch/06_elastic.sh", *self.flags, "--checkpoints-path", path]
             if not self.shared:
-                own = self.folder / self.hosts.names[host]
-                own.mkdir(exist_ok=True)
-                command = ["sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', own, path, *command]
+                disk = self.folder / self.hosts.names[host]
+                disk.mkdir(exist_ok=True)
+                command = ["sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', disk, path, *command]
             self.running[host] = self._popen(host, *command)
 
     def _popen(self, host, *command):
@@ -120,64 +121,64 @@ class Job:
 
     def _read(self, host, pipe):
         for line in pipe:
-            with self.news:
+            with self.changed:
                 now = time.monotonic()
                 self.lines.append((now, host, line.rstrip("\n")))
-                if found := re.match(r"   == step: \[ *(\d+)/(\d+)\] \[(\d+)/", line):
-                    step, of, epoch = map(int, found.groups())
-                    self._note_step(now, (epoch - 1) * of + step)
-                elif found := re.match(r"resumed from .*, after step (\d+) of", line):
-                    self._note_resumed(now, int(found[1]))
-                elif found := re.match(r"06_imagenet\.py \| .* \| world size (\d+)", line):
-                    self.worlds.append((now, int(found[1])))
-                self.news.notify_all()
+                if match := re.match(r"   == step: \[ *(\d+)/(\d+)\] \[(\d+)/", line):
+                    step, steps_per_epoch, epoch = map(int, match.groups())
+                    self._add_step(now, (epoch - 1) * steps_per_epoch + step)
+                elif match := re.match(r"resumed from .*, after step (\d+) of", line):
+                    self._add_resumed(now, int(match[1]))
+                elif match := re.match(r"06_imagenet\.py \| .* \| world size (\d+)", line):
+                    self.worlds.append((now, int(match[1])))
+                self.changed.notify_all()
 
-    def _note_step(self, now, step):
+    def _add_step(self, now, step):
         last = self.position
         if step != last + 1:
-            self.mistakes.append(f"step {step} came after step {last}")
+            self.mistakes.append(f"step {step} followed step {last}")
         self.steps.append((now, step))
 
-    def _note_resumed(self, now, step):
-        # One more than was printed is no mistake: another host may save a step before rank 0, being killed, prints it.
+    def _add_resumed(self, now, step):
+        # One step more than printed is correct: another host may save a step that rank 0, being killed, never printed.
         if step > self.position + 1:
-            self.mistakes.append(f"resumed after step {step}, though step {self.position} was the last")
+            self.mistakes.append(f"resumed after step {step}, although the last step was {self.position}")
         self.resumed.append((now, step))
 
     @property
     def position(self):
-        """The step that was taken last, or after which the training went on since."""
+        """The last training step, or the step of the checkpoint if the training has resumed since."""
         return max(self.steps[-1:] + self.resumed[-1:], default=(0, 0))[1]
 
     @property
     def world(self):
-        """How many processes train."""
+        """The world size: the number of processes that train."""
         return self.worlds[-1][1] if self.worlds else 0
 
-    # What happens to it
+    # Faults
 
     def workers(self, host):
-        """The processes of 06 on a host, as {rank: pid}; while it starts anew there may be none."""
-        found = {}
+        """Return the processes of 06 on a host, as {rank: pid}. It may be empty during a restart."""
+        pids = {}
         for pid in self.hosts.pids(host):
             with contextlib.suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found |= {int(v[5:]): pid for v in variables if v.startswith(b"RANK=")}
-        return found
+                pids |= {int(v[5:]): pid for v in variables if v.startswith(b"RANK=")}
+        return pids
 
     def host_of(self, rank):
-        """The host on which a rank runs, if need be once it runs."""
-        found = within(PATIENCE, lambda: [host for host in self.running if rank in self.workers(host)])
-        if not found:
-            raise DrillFailed(f"no process of rank {rank} for {PATIENCE} s")
-        return found[0]
+        """Return the host on which a rank runs. Wait until the rank runs."""
+        hosts = within(PATIENCE, lambda: [host for host in self.running if rank in self.workers(host)])
+        if not hosts:
+            raise DrillFailed(f"found no process of rank {rank} for {PATIENCE} s")
+        return hosts[0]
 
     def signal_worker(self, rank, number=signal.SIGKILL):
-        """Send a rank a signal."""
+        """Send a signal to a rank."""
         os.kill(self.workers(self.host_of(rank))[rank], number)
 
     def kill_torchrun(self, host):
-        """Kill a host's torchrun, which then cannot end its workers."""
+        """Kill the torchrun of a host, so that it cannot end its workers."""
         for pid in self.hosts.pids(host):
             with contextlib.suppress(OSError):
                 arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -185,31 +186,31 @@ class Job:
                     os.kill(pid, signal.SIGKILL)
 
     def kill_host(self, host):
-        """Kill all that runs on a host."""
+        """Kill all processes of a host."""
         self.hosts.kill(host)
         if host in self.running:
             self.running.pop(host).wait()
 
     def checkpoints(self):
-        """The steps of which all hosts that train have a good checkpoint, in order."""
+        """Return the steps, in order, whose undamaged checkpoint is on all hosts that train."""
         names = ["checkpoints"] if self.shared else [self.hosts.names[host] for host in self.running]
-        found = [
+        steps = [
             {
                 int(path.stem[5:])
                 for path in (self.folder / name).glob("step-*.pt")
-                if self._written(path) not in self.bad
+                if self._file_version(path) not in self.damaged
             }
             for name in names
         ]
-        return sorted(set.intersection(*found))
+        return sorted(set.intersection(*steps))
 
-    def _written(self, path):
-        """What tells a file from another of the same name, written when the training passed that step again."""
-        with contextlib.suppress(FileNotFoundError):  # it was one too many
+    def _file_version(self, path):
+        """Return the path and its time: a later file of the same name, from a repeated step, is another version."""
+        with contextlib.suppress(FileNotFoundError):  # 06 has deleted an old checkpoint
             return path, path.stat().st_mtime_ns
 
     def damage_newest_checkpoint(self):
-        """Flip a bit in the middle of the newest checkpoint on each host; returns the step of the one before."""
+        """Flip a bit in the newest checkpoint on each host; return the step of the checkpoint before it."""
         before, newest = self.checkpoints()[-2:]
         for path in self.folder.glob(f"*/step-{newest:08}.pt"):
             with path.open("r+b") as file:
@@ -217,105 +218,107 @@ class Job:
                 byte = file.read(1)[0]
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([byte ^ 1]))
-            self.bad.add(self._written(path))
+            self.damaged.add(self._file_version(path))
         return before
 
-    # And what it does then
+    # Recovery
 
     def wait_for(self, condition, what, patience=PATIENCE):
-        """Wait until the condition is true.
+        """Wait until condition() is true.
 
         Raises:
-            DrillFailed: it does not come true, with what was printed last; or steps were left out.
+            DrillFailed: timeout (the message contains the last lines of output), or a step was skipped.
         """
-        with self.news:
-            if not self.news.wait_for(lambda: self.mistakes or condition(), patience):
-                self.mistakes.append(f"waited {patience} s in vain for {what}")  # what comes next need not wait as long
-                told = [f"{self.hosts.names[host]}: {line}" for _, host, line in self.lines if worth_telling(line)]
-                raise DrillFailed("\n    ".join([f"waited {patience} s for {what}; the last lines are", *told[-30:]]))
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.mistakes or condition(), patience):
+                self.mistakes.append(f"timeout: waited {patience} s for {what}")  # the next wait fails at once
+                lines = [f"{self.hosts.names[host]}: {line}" for _, host, line in self.lines if is_informative(line)]
+                raise DrillFailed(
+                    "\n    ".join([f"timeout: waited {patience} s for {what}; last lines:", *lines[-30:]])
+                )
             self.check()
 
     def check(self):
-        """Raise DrillFailed if steps were left out, or too many taken back."""
+        """Raise DrillFailed if a step was skipped, or too many steps were repeated."""
         if self.mistakes:
             raise DrillFailed("; ".join(self.mistakes))
 
     def wait_for_step(self, step):
-        """Wait until this step was taken."""
+        """Wait until the training has reached a step."""
         self.wait_for(lambda: self.steps and self.steps[-1][1] >= step, f"step {step}")
 
     def wait_for_world(self, world):
-        """Wait until so many processes train, and have taken a step."""
+        """Wait until this number of processes has completed a training step."""
         self.wait_for(
             lambda: self.world == world and self.steps and self.steps[-1] > self.worlds[-1],
-            f"a step of {world} processes",
+            f"a training step with {world} processes",
         )
 
     def wait_for_checkpoint(self):
         """Wait until all hosts have a new checkpoint."""
         begin = self.position
         if not within(PATIENCE, lambda: self.checkpoints()[-1:] > [begin]):
-            raise DrillFailed(f"no checkpoint later than of step {begin}, after {PATIENCE} s")
+            raise DrillFailed(f"no checkpoint newer than step {begin} after {PATIENCE} s")
 
     def recover(self, fault, world=None, resumes=True):
-        """Let something happen, and wait until the training goes on.
+        """Cause a fault, and wait until the training continues.
 
         Args:
-            fault: a function, called once.
-            world: int, how many processes it shall go on with; None: any number.
-            resumes: bool, whether the processes start anew; else they only wait.
+            fault: function, called once.
+            world: int, the world size to expect after the fault; None: any.
+            resumes: bool, whether to expect that the processes restart; otherwise they only wait.
 
         Returns:
             Recovery.
 
         Raises:
-            DrillFailed: it does not go on, or leaves out steps, or goes on from an old checkpoint.
+            DrillFailed: the training does not continue, skips steps, or resumes from an old checkpoint.
         """
         self.safe = max(self.checkpoints(), default=0)
         before, resumed, begin = self.world, len(self.resumed), time.monotonic()
         fault()
         begin = begin if resumes else time.monotonic()
 
-        def goes_on():
+        def has_recovered():
             since = self.resumed[-1][0] if resumes and len(self.resumed) > resumed else begin
-            right = world is None or self.world == world
-            return right and (len(self.resumed) > resumed or not resumes) and self.steps[-1][0] > since
+            world_is_right = world is None or self.world == world
+            return world_is_right and (len(self.resumed) > resumed or not resumes) and self.steps[-1][0] > since
 
-        self.wait_for(goes_on, f"the training to go on{f' with {world} processes' if world else ''}")
-        with self.news:
-            new = self.resumed[resumed:]
-            first = next(now for now, _ in self.steps if now > (new[0][0] if new else begin))
-            last = max((step for now, step in self.steps if now < new[0][0]), default=0) if new else 0
-            lost = max(0, last - min(step for _, step in new)) if new else 0
+        self.wait_for(has_recovered, f"the training to continue{f' with {world} processes' if world else ''}")
+        with self.changed:
+            restarts = self.resumed[resumed:]
+            first = next(now for now, _ in self.steps if now > (restarts[0][0] if restarts else begin))
+            last = max((step for now, step in self.steps if now < restarts[0][0]), default=0) if restarts else 0
+            lost = max(0, last - min(step for _, step in restarts)) if restarts else 0
             recovery = Recovery(lost, first - begin, before, self.world)
-            if (oldest := min((step for _, step in new), default=self.safe)) < self.safe:
-                self.mistakes.append(f"went on after step {oldest}, though all had a checkpoint of step {self.safe}")
+            if (oldest := min((step for _, step in restarts), default=self.safe)) < self.safe:
+                self.mistakes.append(f"resumed after step {oldest}, although all hosts had a checkpoint of {self.safe}")
             self.check()
         return recovery
 
     def stop(self):
-        """End the training as its user would, by a signal to each supervising loop; returns their exit codes."""
+        """Stop the training as a user would: signal each launch/06_elastic.sh. Return their exit codes."""
         for process in self.running.values():
             process.send_signal(signal.SIGTERM)
         return [process.wait(PATIENCE) for process in self.running.values()]
 
 
-def worth_telling(line):
-    """Whether a line may say what went wrong: not a step's, nor one of a C++ stack."""
+def is_informative(line):
+    """Return whether a line may explain a failure: it is neither a step line nor part of a C++ stack."""
     return "== step:" not in line and not line.startswith(("frame #", "[W"))
 
 
 def within(seconds, condition):
-    """Ask until the answer is true, and return it, or the last one."""
+    """Poll until condition() is true or the time is over; return its last value."""
     deadline = time.monotonic() + seconds
-    while not (answer := condition()) and time.monotonic() < deadline:
+    while not (value := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return answer
+    return value
 
 
 @contextlib.contextmanager
 def drilled(**options):
-    """A Job on new hosts, with a store, before it has started."""
+    """Yield a Job on new hosts, with a store. The training has not started."""
     with tempfile.TemporaryDirectory() as folder, hosts_module.Hosts(TRAINERS + 1) as hosts:
         job = Job(hosts, folder, **options)
         job.start_store()
@@ -323,13 +326,13 @@ def drilled(**options):
 
 
 def ready(job):
-    """Bring all hosts in, and wait until there is a new checkpoint to go back to."""
+    """Start the training on all hosts, and wait for a new checkpoint."""
     job.start(*(host for host in range(TRAINERS) if host not in job.running))
     job.wait_for_world(TRAINERS)
     job.wait_for_checkpoint()
 
 
-# The drills. Each takes a Job that is ready, and returns a Recovery.
+# The drills. Each takes a Job that is ready and returns a Recovery. The docstrings appear in --list and in the book.
 
 
 def drill_worker(job):
@@ -338,25 +341,25 @@ def drill_worker(job):
 
 
 def drill_hang(job):
-    """a process stands still, and is there all the same"""
+    """a process hangs (SIGSTOP)"""
     return job.recover(lambda: job.signal_worker(1, signal.SIGSTOP), TRAINERS)
 
 
 def drill_torchrun(job):
-    """a torchrun is killed: none of its processes stays, and the host comes back"""
+    """a torchrun is killed: its processes end, and the host joins again"""
     host = job.host_of(1)
     orphans = job.workers(host).values()
 
     def fault():
         job.kill_torchrun(host)
         if not within(1, lambda: not set(orphans) & set(job.hosts.pids(host))):
-            job.mistakes.append("a process of the killed torchrun ran on for a second")
+            job.mistakes.append("a process of the killed torchrun was still running after one second")
 
     return job.recover(fault, TRAINERS)
 
 
 def drill_blink(job):
-    """a host's link is gone for 5 s: all wait for it, none starts anew"""
+    """a host's link is down for 5 s: all processes wait, none restarts"""
     host = random.randrange(TRAINERS)
 
     def fault():
@@ -368,7 +371,7 @@ def drill_blink(job):
 
 
 def drill_cut(job):
-    """a host's link is gone: the others go on"""
+    """a host's link is down: the other hosts continue"""
     host = job.host_of(0)
     recovery = job.recover(lambda: job.hosts.cut(host), TRAINERS - 1)
     job.hosts.mend(host)
@@ -376,29 +379,29 @@ def drill_cut(job):
 
 
 def drill_mend(job):
-    """a host's link is back after the others went on without it: it comes back too"""
+    """a host's link is up again after the other hosts have continued: the host joins again"""
     host = job.host_of(2)
     job.recover(lambda: job.hosts.cut(host), TRAINERS - 1)
     return job.recover(lambda: job.hosts.mend(host), TRAINERS)
 
 
 def drill_host(job):
-    """the host of rank 0 dies"""
+    """the host of rank 0 fails"""
     return job.recover(lambda: job.kill_host(job.host_of(0)), TRAINERS - 1)
 
 
 def drill_join(job):
-    """a host comes to a training that runs"""
+    """a host joins a running training"""
     host = job.host_of(1)
     job.recover(lambda: job.kill_host(host), TRAINERS - 1)
     recovery = job.recover(lambda: job.start(host), TRAINERS)
     if recovery.steps_lost:
-        raise DrillFailed(f"{recovery.steps_lost} steps lost, though nothing had failed")
+        raise DrillFailed(f"{recovery.steps_lost} steps lost, although nothing had failed")
     return recovery
 
 
 def drill_store(job):
-    """the host of the store dies, and the store is started again"""
+    """the host of the store fails, and the store is started again"""
 
     def fault():
         job.kill_host(STORE)
@@ -408,7 +411,7 @@ def drill_store(job):
 
 
 def drill_damage(job):
-    """the newest checkpoint is damaged, and then a process killed: it goes on from the one before"""
+    """the newest checkpoint is damaged and a process killed: the checkpoint before it is used"""
     job.wait_for_checkpoint()
 
     def fault():
@@ -417,12 +420,12 @@ def drill_damage(job):
 
     recovery = job.recover(fault, TRAINERS)
     if job.resumed[-1][1] != job.safe:
-        raise DrillFailed(f"went on after step {job.resumed[-1][1]}, expected {job.safe}")
+        raise DrillFailed(f"resumed after step {job.resumed[-1][1]}, expected {job.safe}")
     return recovery
 
 
 def drill_kills(job, count):
-    """20 processes, or as many as --kills says, are killed at random, one in four before the training has gone on"""
+    """20 processes (or --kills) are killed at random, one in four before the training has recovered"""
     recoveries = []
     for k in range(count):
         job.wait_for_world(TRAINERS)
@@ -445,12 +448,12 @@ def parse_args():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("drills", nargs="*", metavar="DRILL", help="which; none: all")
-    add("--list", action="store_true", help="say what they are")
+    add("drills", nargs="*", metavar="DRILL", help="drills to run (default: all)")
+    add("--list", action="store_true", help="list the drills")
     add("--every", type=whole_number(1), default=20, metavar="N", help="steps between checkpoints (default: 20)")
     add("--kills", type=whole_number(1), default=20, metavar="N", help="processes to kill in `kills` (default: 20)")
-    add("--shared", action="store_true", help="one folder of checkpoints for all hosts")
-    add("--log-file", metavar="FILE", help="append one JSON line a drill to FILE")
+    add("--shared", action="store_true", help="let all hosts share one folder of checkpoints")
+    add("--log-file", metavar="FILE", help="append one JSON line per drill to FILE")
     args = parser.parse_args()
     if unknown := [name for name in args.drills if name not in DRILLS]:
         raise UserError(f"drill {unknown[0]!r}: expected {', '.join(DRILLS)}; see --list")
@@ -468,12 +471,12 @@ def main(args):
     print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | a checkpoint every {args.every} steps")
     print(f"{'drill':10} {'steps lost':>10} {'seconds':>8} {'processes':>10}")
     random.seed(0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the hosts' end, which leaves nothing behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through the hosts' __exit__, which cleans up
     failures = 0
     with contextlib.ExitStack() as stack:
         job = None
         for name in args.drills or DRILLS:
-            begin, load = time.monotonic(), os.getloadavg()[0]  # what else runs here makes everything take longer
+            begin, load = time.monotonic(), os.getloadavg()[0]  # other programs on this machine slow the drills down
             try:
                 job = job or stack.enter_context(drilled(every=args.every, shared=args.shared))
                 ready(job)
@@ -481,12 +484,12 @@ def main(args):
                 recovery = DRILLS[name](job, args.kills) if name == "kills" else DRILLS[name](job)
                 outcome = dataclasses.asdict(recovery) | {"failed": None}
                 processes = f"{recovery.before} -> {recovery.after}"
-                line = f"{recovery.steps_lost:10} {recovery.seconds:8.1f} {processes:>10}   went on by itself"
+                line = f"{recovery.steps_lost:10} {recovery.seconds:8.1f} {processes:>10}   recovered"
             except DrillFailed as error:
                 failures += 1
                 outcome = {"failed": str(error)}
                 line = f"{'failed':>10}   {error}"
-                job = None  # the next drill gets new hosts
+                job = None  # start the next drill on new hosts
                 stack.close()
             print(f"{name:10} {line}", flush=True)
             write(args, name, outcome | {"drill_seconds": time.monotonic() - begin, "load": load} | env)

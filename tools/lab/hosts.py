@@ -1,8 +1,8 @@
-"""Several hosts on this one machine, for tests and drills of launches over a network.
+"""Simulate several hosts on this machine, to test and drill launches over a network.
 
-Each host is a network namespace with an address of its own, joined to the others by a bridge that lies in one more
-namespace, so that the machine's own network stays as it is. What starts on a host sees the host's name as its own,
-and every host's name in /etc/hosts.
+Each host is a network namespace with its own address. A bridge in another namespace connects the hosts, so the
+machine's own network does not change. A process on a host sees the host's name as hostname, and all hosts in
+/etc/hosts.
 """
 
 import contextlib
@@ -19,24 +19,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["ip", "nsenter", "unshare"]
 
-# In the namespaces of a host: its name, the hosts file, and then the command. It hears Ctrl-C
-# even if this process is one of a shell's background jobs, which are deaf to it and hand that on.
+# Runs in the namespaces of a host: sets its name and its hosts file, then starts the command. A shell makes its
+# background jobs ignore Ctrl-C, and their children inherit this; --default-signal=INT undoes it.
 BECOME_HOST = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec env --default-signal=INT "$@"'
 
 
 def missing():
-    """Why hosts cannot run here, or None."""
+    """Return why hosts cannot run on this machine, or None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if absent := [command for command in COMMANDS if shutil.which(command) is None]:
         return f"not installed: {', '.join(absent)} (apt-get install iproute2 util-linux)"
     if subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True).returncode != 0:
-        return "this machine permits no namespaces (unshare --net --uts --mount)"
+        return "this machine does not allow namespaces (unshare --net --uts --mount)"
     return None
 
 
 def ip(*arguments):
-    """Run ip, and return what it prints."""
+    """Run ip and return its output."""
     done = subprocess.run(["ip", *map(str, arguments)], capture_output=True, text=True, timeout=60)
     if done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(map(str, arguments))}: {done.stderr.strip()}")
@@ -44,16 +44,16 @@ def ip(*arguments):
 
 
 class Hosts:
-    """Hosts that live as long as their `with` block: host1 at 10.77.0.1, host2 at 10.77.0.2 and so on."""
+    """Hosts that exist during a `with` block: host1 at 10.77.0.1, host2 at 10.77.0.2 and so on."""
 
     counter = itertools.count()
 
     def __init__(self, count=2):
-        own = f"{os.getpid()}-{next(self.counter)}"  # there may be several networks of hosts at a time
+        suffix = f"{os.getpid()}-{next(self.counter)}"  # several networks of hosts can exist at the same time
         self.names = [f"host{i}" for i in range(1, count + 1)]
         self.addresses = [f"10.77.0.{i}" for i in range(1, count + 1)]
-        self.namespaces = [f"{name}-{own}" for name in self.names]
-        self.switch = f"switch-{own}"
+        self.namespaces = [f"{name}-{suffix}" for name in self.names]
+        self.switch = f"switch-{suffix}"
         self.folder = None
 
     def __enter__(self):
@@ -76,7 +76,7 @@ class Hosts:
         ip("-n", self.switch, "link", "set", "bridge", "up")
         for name, address, namespace in zip(self.names, self.addresses, self.namespaces, strict=True):
             ip("netns", "add", namespace)
-            # Both ends are made in their namespaces: no interface of the machine itself is made or renamed.
+            # Create both ends in their namespaces, so that the machine itself gets no new interface.
             ip("-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", name, "netns", self.switch)
             ip("-n", self.switch, "link", "set", name, "master", "bridge", "up")
             ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
@@ -84,22 +84,22 @@ class Hosts:
             ip("-n", namespace, "link", "set", "lo", "up")
 
     def _stop(self):
-        there = ip("netns", "list").split()
+        existing = ip("netns", "list").split()
         for i, namespace in enumerate(self.namespaces):
-            if namespace in there:
+            if namespace in existing:
                 self.kill(i)
         for namespace in [*self.namespaces, self.switch]:
-            if namespace in there:
+            if namespace in existing:
                 ip("netns", "delete", namespace)
         if self.folder:
             self.folder.cleanup()
 
     def pids(self, host):
-        """The processes of a host."""
+        """Return the process IDs of a host."""
         return [int(pid) for pid in ip("netns", "pids", self.namespaces[host]).split()]
 
     def kill(self, host):
-        """Kill every process of a host. The host's network lives on and answers for them, as after a crash."""
+        """Kill all processes of a host. Its network stays up and resets their connections, as after a crash."""
         deadline = time.monotonic() + 10
         while (pids := self.pids(host)) and time.monotonic() < deadline:
             for pid in pids:
@@ -108,17 +108,23 @@ class Hosts:
             time.sleep(0.05)
 
     def cut(self, host):
-        """Take a host's link down at the switch: packets are lost without a word, as when a cable is pulled."""
+        """Take a host's link down at the switch: packets are lost without an error, as when a cable is pulled."""
         ip("-n", self.switch, "link", "set", self.names[host], "down")
 
     def mend(self, host):
-        """Take a host's link up again."""
+        """Bring a host's link up again."""
         ip("-n", self.switch, "link", "set", self.names[host], "up")
 
     def popen(self, host, *command, variables=None, **options):
-        """Start a command on a host, in a session of its own, with pipes unless the options say otherwise.
+        """Start a command on a host in a new session, with pipes for its output by default.
 
-        Its `python` and `torchrun` are those of the Python that runs this. `variables` are added to its environment.
+        `python` and `torchrun` belong to the Python environment that runs this code.
+
+        Args:
+            host: number of the host.
+            command: program and arguments.
+            variables: dict of additional environment variables.
+            options: more options of subprocess.Popen, which replace the defaults.
         """
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         environment = os.environ | {"PATH": path} | {name: str(value) for name, value in (variables or {}).items()}

@@ -1,10 +1,8 @@
-"""Makes a script of the ladder tell what it trains on: Python imports this first, in every process it starts,
-if this folder is on PYTHONPATH.
+"""Log what a script of the ladder trains on. Python imports this file at startup if its folder is on PYTHONPATH.
 
-Each process appends to $PROBE/PID.jsonl the indices of every batch it fetches, every loss, and the sum of batch norm's
-statistics with which it tests. Dropout, which
-draws anew on each rank, is switched off, since no two world sizes would agree with it. With PROBE_DTYPE=float64
-the network computes in that.
+Each process appends to $PROBE/PID.jsonl the indices of every batch, every loss and, in evaluation, the sum of the
+batch norm statistics. Dropout is switched off: each rank draws its own random numbers, so results would depend on the
+world size. With PROBE_DTYPE=float64, the model computes in float64.
 """
 
 import json
@@ -47,7 +45,7 @@ def build(args, dataset, original=models.build_model):
 
 
 def convolve(self, images, weight, bias, original=torch.nn.Conv2d._conv_forward):
-    """PyTorch's own float64 convolution, on a CPU, goes image by image: ten times slower than one large product."""
+    """Convolve float64 images with one matrix product: on a CPU, ten times faster than PyTorch's convolution."""
     if images.dtype != torch.float64:
         return original(self, images, weight, bias)
     assert bias is None and self.groups == 1 and self.dilation == (1, 1)

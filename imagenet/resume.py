@@ -1,0 +1,95 @@
+"""What must be the same when a training continues, what may change, and what the user is told about it."""
+
+import math
+
+from torch import nn
+
+from common.errors import UserError
+
+MUST_STAY = ("arch", "batch_size", "image_size", "seed", "ema")
+MAY_CHANGE = ("epochs", "accumulate", "lr", "schedule", "step_epochs", "warmup_epochs", "warmup_factor", "momentum")
+MAY_CHANGE += ("weight_decay", "label_smoothing", "clip_grad", "amp", "sync_bn")
+
+
+def check_resume(args, d, checkpoints, images, state, path):
+    """Check that the checkpoint belongs to this training, and decide how to cut a batch.
+
+    Args:
+        d: Distributed.
+        checkpoints: Checkpoints.
+        images: int, the size of the training set.
+        state: a loaded checkpoint, or None.
+        path: where it was.
+
+    Returns:
+        (accumulate, micro_batch): the number of micro-batches per step, and the images in each on one rank.
+
+    Raises:
+        UserError: there are checkpoints but no --resume; or the checkpoint is of another model or other data.
+    """
+    micro_batch = math.ceil(args.batch_size / (d.world_size * args.accumulate))
+    if state is None:
+        if args.evaluate and not args.weights:
+            raise UserError(f"--evaluate --resume: no checkpoint in {args.checkpoints_path}; name the right folder")
+        if not args.evaluate and not args.resume and checkpoints.exist():
+            raise UserError(
+                f"--checkpoints-path {args.checkpoints_path} holds checkpoints already: add --resume to continue from "
+                f"the newest, or name another folder"
+            )
+        if args.resume and d.is_main:
+            print(f"no checkpoint in {args.checkpoints_path}: starting from the beginning")
+        return args.accumulate, micro_batch
+
+    now = {name: str(value) for name, value in vars(args).items()}
+    before = now | state["flags"]  # an old checkpoint may lack a flag
+    for name in MUST_STAY:
+        if before[name] != now[name]:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(
+                f"{flag} {now[name]}, but {path} is of a run with {flag} {before[name]}: expected the same; "
+                f"use {flag} {before[name]}, or name another --checkpoints-path"
+            )
+    if state["images"] != images:
+        raise UserError(
+            f"{images} training images, but {path} is of a run with {state['images']}: expected the same; "
+            f"name its folder of images, or another --checkpoints-path"
+        )
+    changed = [name for name in MAY_CHANGE if before[name] != now[name]]
+    if changed and d.is_main:
+        changes = [f"--{name.replace('_', '-')} {before[name]} -> {now[name]}" for name in changed]
+        print(f"resuming with other flags: {', '.join(changes)}")
+    if "accumulate" in changed:
+        return args.accumulate, micro_batch
+    if d.world_size == state["world_size"]:
+        return state["accumulate"], state["micro_batch"]
+    # On another number of ranks, micro-batches stay at most as large as they were.
+    return math.ceil(args.batch_size / (d.world_size * state["micro_batch"])), state["micro_batch"]
+
+
+def check_batches(args, d, model, batches):
+    """Refuse a batch that is too small to be cut into pieces, and say that --sync-bn does nothing for one process."""
+    fewest, most = batches.piece_sizes()
+    batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    synchronized = args.sync_bn and d.world_size > 1
+    least = 2 if batch_norm and not synchronized else 1
+    if fewest < least:
+        raise UserError(
+            f"--batch-size {args.batch_size} leaves {fewest} to {most} images for each of {d.world_size} processes in "
+            f"{batches.accumulate} micro-batches: expected {least} or more; at least --batch-size "
+            f"{least * d.world_size * batches.accumulate}, or fewer processes or micro-batches"
+        )
+    if args.sync_bn and d.world_size == 1 and d.is_main:
+        print("--sync-bn with one process: ordinary batch norm, because there are no other processes")
+
+
+def load_into(model, weights, path):
+    """Load a state_dict into a model.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{path} does not fit this model ({reason}): expected weights of the same --arch") from None
