@@ -30,6 +30,7 @@ from torch.utils.data import DistributedSampler
 from torchvision.transforms import v2
 
 from common.distributed import find_launcher, free_port, rendezvous, setup_device, setup_distributed
+from common.flags import parse_spawn_args
 from imagenet.elastic import check_restarts
 from tools.lab import hosts as hosts_module
 
@@ -356,9 +357,12 @@ def test_what_cannot_be_spawned_or_forked_says_so(provoked, tmp_path):
 
 
 @provokes(3)
-def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment):  # noqa: F811
+def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment, monkeypatch, capsys):  # noqa: F811
     environment(SLURM_STEP_NUM_TASKS=2)
-    return raised(lambda: spawn_url(None))
+    monkeypatch.setattr(sys, "argv", ["04_mnmc_ddp_mp.py"])
+    with pytest.raises(SystemExit):
+        parse_spawn_args("04")
+    return capsys.readouterr().err
 
 
 @provokes(4)
