@@ -13,6 +13,7 @@ from conftest import ROOT, start
 
 from tools import steps
 from tools.bench import ddp as bench_ddp
+from tools.bench import rendezvous as bench_rendezvous
 from tools.lab import drill
 from tools.records import checkpoint_cost, records, select
 
@@ -243,3 +244,21 @@ def test_the_input_pipeline_is_recorded_as_fast_as_the_step_allows():
     assert ratio("data/cifar10", "01", "classic, memory") >= 1.05
     assert ratio("data/cifar10", "01", "classic, files") >= 1.25
     assert ratio("data/imagenet-mini", "our loader", "classic loader") >= 1.4
+
+
+def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_resolve_quickly_and_slowly(tmp_path):
+    log = tmp_path / "rendezvous.jsonl"
+    given = ["--ranks", 2, 3, "--start", 2, "--repeats", 1, "--log-file", log]
+    process = start("tools/bench/rendezvous.py", *given)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    if reason := bench_rendezvous.missing():
+        pytest.skip(reason)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [(what, ranks) for what, ranks in (("rendezvous", 2), ("rendezvous", 3), ("start", 2))]
+    assert [(r["what"], r["ranks"]) for r in records] == rows * 2
+    for record in records:
+        least = 4.5 if record["names"] == "slow" else 0
+        for who in ("ours", "torch"):
+            (seconds,) = record[f"{who}_seconds"]
+            assert least < seconds < 60 and f"{seconds:.2f} s" in out
