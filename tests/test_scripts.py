@@ -74,7 +74,7 @@ def test_one_seed_gives_one_result_and_another_seed_another(run, small_folder):
 
 
 @pytest.mark.parametrize("script", IN_PROCESS)
-def test_the_order_of_images_begins_as_distributed_samplers_and_is_new_every_epoch(run, small_folder, monkeypatch, script):
+def test_the_order_of_images_begins_as_distributed_samplers_and_then_changes(run, small_folder, monkeypatch, script):
     seen = []
 
     def remember(self, indices):
@@ -232,6 +232,7 @@ def session_members(sid):
     return members
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["the terminal's process group", "the main process alone"])
 @pytest.mark.parametrize("batch", [2, 64])  # quick steps, and steps of seconds that Python cannot interrupt
 def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_workers(tmp_path, to, batch):
