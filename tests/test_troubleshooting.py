@@ -356,9 +356,10 @@ def test_what_cannot_be_spawned_or_forked_says_so(provoked, tmp_path):
 
 
 @provokes(3)
-def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment):  # noqa: F811
-    environment(SLURM_STEP_NUM_TASKS=2)
-    return raised(lambda: spawn_url(None))
+def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment, monkeypatch):  # noqa: F811
+    environment(**slurm_step(tasks=2))
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
+    return raised(find_launcher)
 
 
 @provokes(4)
