@@ -150,8 +150,8 @@ def sum_over_ranks(tensor):
 def find_launcher(port=None):
     """Return (launcher, rank, world_size, local_rank, local_world_size, address).
 
-    `port` is where rank 0 listens, unless MASTER_PORT is set. The local world size is None if it is unknown, and the
-    address if there is only one rank or torchrun keeps the store. LaunchError: variables are missing or wrong.
+    `port` is where rank 0 listens, unless MASTER_PORT is set. The local world size is None if unknown, the address if
+    there is only one rank or torchrun keeps the store. LaunchError: variables are missing, wrong, or the parent's.
     """
     env = _environment()
     given = [name for name in TORCHRUN[:3] if name in env]

@@ -268,3 +268,15 @@ def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_reso
         for who in ("ours", "torch"):
             (seconds,) = record[f"{who}_seconds"]
             assert least < seconds < 60 and f"{seconds:.2f} s" in out
+
+
+def test_64_ranks_rendezvous_where_the_name_server_does_not_answer(tmp_path):
+    if reason := bench_rendezvous.missing():
+        pytest.skip(reason)
+    log = tmp_path / "rendezvous.jsonl"
+    given = ["--names", "slow", "--ranks", 64, "--start", 0, "--repeats", 1, "--log-file", log]
+    process = start("tools/bench/rendezvous.py", *given)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    (record,) = [json.loads(line) for line in log.read_text().splitlines()]
+    assert record["ours_seconds"] != [None], out

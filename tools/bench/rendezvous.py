@@ -35,7 +35,7 @@ from common.distributed import cpu_count, free_port, rendezvous, setup_distribut
 from common.report import device_name
 
 WHO = ("ours", "torch")
-NAME_SERVER = "127.9.9.9"  # where a socket listens that never answers
+NAME_SERVER = f"127.9.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"  # where a socket listens that never answers
 FILES = {  # what is added to /etc/hosts, and what replaces /etc/resolv.conf
     "quick": ("::ffff:127.0.0.1 localhost\n", ""),
     "slow": ("", f"nameserver {NAME_SERVER}\noptions timeout:5 attempts:1\n"),
@@ -49,7 +49,7 @@ def main(args):
     env = {"device_name": device_name(torch.device("cpu")), "cores": cpu_count(), "torch": torch.__version__}
     env |= {"python": platform.python_version()}
     print(f"{'names':6} {'what':10} {'ranks':>5} {'ours':>9} {'torch':>9} {'ours/torch':>10}")
-    for names in FILES:
+    for names in args.names:
         if reason := missing():
             print(f"{names:6} skipped: {reason}")
             continue
@@ -176,6 +176,7 @@ def parse_args():
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[16, 64, 128, 512], metavar="N", help="ranks of one rendezvous")
     add("--start", type=int, default=48, metavar="N", help="ranks of the whole start, to one barrier; 0: none")
+    add("--names", choices=FILES, nargs="+", default=list(FILES), help="how names resolve")
     add("--repeats", type=int, default=3, metavar="N", help="runs of each, of which the median is shown")
     add("--log-file", metavar="FILE", help="append one JSON line per row to FILE")
     add("--inside", action="store_true", help=argparse.SUPPRESS)
