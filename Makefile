@@ -6,11 +6,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MACHINE ?= amd-epyc-2-cores
 
-.PHONY: help demo test lint charts clean
+.PHONY: help demo test test-all lint charts clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: about two minutes on two cores
 	$(RUN) 01_snsc.py --epochs 4 --limit 16000
@@ -22,7 +22,10 @@ demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: about two minutes on t
 	@echo "      $(RUN) 01_snsc.py --help             other data sets, models and settings"
 	@echo "      docs/01_snsc.md                           what happened, and what to read next"
 
-test: $(VENV)/ready-dev  ## run the tests
+test: $(VENV)/ready-dev  ## run the quick tests: about five minutes on two cores
+	$(RUN) -m pytest -m "not slow"
+
+test-all: $(VENV)/ready-dev  ## run all tests: more than half an hour on two cores
 	$(RUN) -m pytest
 
 lint: $(VENV)/ready-dev  ## check style and formatting

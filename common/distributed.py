@@ -34,6 +34,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import random
 import re
 import socket
 import sys
@@ -149,17 +150,18 @@ def sum_over_ranks(tensor):
 def find_launcher(port=None):
     """Return (launcher, rank, world_size, local_rank, local_world_size, address).
 
-    `port` is where rank 0 listens, unless MASTER_PORT is set. The local world size is None if it is unknown, the address
-    if there is one rank only or torchrun keeps the store. LaunchError: variables are missing, wrong, or the parent's.
+    `port` is where rank 0 listens, unless MASTER_PORT is set. The local world size is None if it is unknown, and the
+    address if there is only one rank or torchrun keeps the store. LaunchError: variables are missing or wrong.
     """
     env = _environment()
     given = [name for name in TORCHRUN[:3] if name in env]
-    in_step = SLURM[1] in env
     if len(given) == 3:
         launcher, ranks = "torchrun", _read_ranks(TORCHRUN)
-    elif OPEN_MPI[0] in env or (MPICH[0] in env and (MPICH[2] in env or not in_step)):  # srun may set PMI_RANK alone
+    elif OPEN_MPI[0] in env or (
+        MPICH[0] in env and (MPICH[2] in env or SLURM[1] not in env)
+    ):  # srun may set PMI_RANK alone
         launcher, ranks = "mpirun", _read_ranks(OPEN_MPI if OPEN_MPI[0] in env else MPICH)
-    elif in_step:
+    elif SLURM[1] in env:
         launcher, ranks = "srun", _read_ranks(SLURM)
     elif given == ["RANK", "WORLD_SIZE"]:
         n = _read_number("WORLD_SIZE", 1)
@@ -167,7 +169,9 @@ def find_launcher(port=None):
         _check_one_process_per_machine()
     elif given:
         missing = " and ".join(name for name in TORCHRUN[:3] if name not in env)
-        raise LaunchError(f"{' and '.join(given)} set without {missing}: expected all three, or none; {_command()}")
+        raise LaunchError(
+            f"{' and '.join(given)} set without {missing}: expected all three, or none; {_command('RANK')}"
+        )
     else:
         launcher, ranks = "python", (0, 1, 0, 1)
         if multiprocessing.parent_process():
@@ -248,7 +252,7 @@ def _started_by_torchrun():  # and not by somebody who sets the same variables
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _command(name="RANK"):
+def _command(name):
     """Return the command that sets this environment variable as it should be."""
     launcher = {"SLURM": "srun", "OMPI": "mpirun", "PMI": "mpirun", "MPI": "mpirun"}.get(name.split("_")[0], "torchrun")
     command = f"{COMMANDS[launcher]} {SCRIPT}"
@@ -336,8 +340,10 @@ def slurm_tasks_here():
 
 def free_port():
     """Return a port of this machine on which nobody listens now."""
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("", random.choice(PORTS)))
+            return listener.getsockname()[1]
 
 
 def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
@@ -359,10 +365,8 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
             if store.add(f"claims to {claim}", 1) == 1:
                 store.set(claim, me)
             else:
-                verdict = (
-                    f"{claim} is there twice, as {store.get(claim).decode()} and as {me}: expected each once; give "
-                )
-                verdict += "every machine its own node rank, every process a GPU, and launch once per machine"
+                verdict = f"{claim} is there twice, as {store.get(claim).decode()} and as {me}: expected each once; "
+                verdict += "give every machine its own node rank, every process a GPU, and launch once per machine"
         if verdict or store.add("ranks", 1) == world_size:
             store.compare_set("verdict", "", verdict or "all here")
         while rank == 0 and not store.check(["verdict"]):
@@ -387,6 +391,14 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
     return store
 
 
+def _look_up(host):
+    """Return None if the host name is known, else the error."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return error
+
+
 def open_store(address, rank, world_size, timeout=TIMEOUT):
     """Keep the store of a job, as rank 0, or connect to it. Arguments, result and errors are those of rendezvous()."""
     (host, port, job), end, result = address, time.monotonic() + timeout.total_seconds(), concurrent.futures.Future()
@@ -394,6 +406,12 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
 
     def connect():
         try:
+            known_by = time.monotonic() + NETWORK_TIMEOUT  # in Kubernetes a host name may become known late
+            while (error := _look_up(host)) and (error.errno == socket.EAI_AGAIN or time.monotonic() < known_by):
+                time.sleep(0.5)
+            if error:
+                found = f"{host!r} does not resolve: expected the name or address of the machine of rank 0"
+                raise LaunchError(f"{found}; export MASTER_ADDR=... on all machines")
             # One connection per rank, as in torch itself: the store may look up the name of each, one after another.
             # No time limit of torch: it does not cover every wait, and prints C++ stacks at its end.
             options = {"is_master": rank == 0, "wait_for_workers": False, "timeout": datetime.timedelta(days=1)}
@@ -404,7 +422,6 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
         except Exception as error:
             result.set_exception(error)
 
-    _resolve(host, port, end)
     threading.Thread(target=connect, daemon=True).start()  # for a time limit, and so that Ctrl-C works
     if concurrent.futures.wait([result], min(end - time.monotonic(), WARN_AFTER)).not_done:
         log.warning("rank %d is waiting for the store of rank 0 at %s", rank, where)
@@ -421,25 +438,12 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        found = f"port {port} of this machine is taken, by another job, a left-over process or a second rank 0"
-        fix = f"export MASTER_PORT={free_port()}"
-        raise LaunchError(f"{found} (ss -ltnp): expected a free one; on all machines {fix}") from None
+        found = (
+            f"port {port} of this machine is taken, by another job, a left-over process (ss -ltnp) or a second rank 0"
+        )
+        raise LaunchError(f"{found}; on all machines export MASTER_PORT={free_port()}") from None
     if found != job:
         found = f"the store of {found} answers at {where}: expected the store of {job}"
         raise LaunchError(f"{found}; end what has that port (ss -ltnp), or export another MASTER_PORT on all machines")
     store.set_timeout(timeout)
     return store
-
-
-def _resolve(host, port, end):
-    """Wait until a host name is known: in Kubernetes that may be late, and a name service may be slow."""
-    known_by = min(time.monotonic() + NETWORK_TIMEOUT, end)
-    while True:
-        try:
-            return socket.getaddrinfo(host, port)
-        except OSError as error:
-            if time.monotonic() > (end if error.errno == socket.EAI_AGAIN else known_by):
-                found = f"{host!r} does not resolve ({error.strerror})"
-                fix = "expected the name or address of the machine of rank 0; export MASTER_ADDR=... on all machines"
-                raise LaunchError(f"{found}: {fix}") from None
-            time.sleep(0.5)

@@ -315,6 +315,7 @@ def test_every_command_is_one_that_is_taken(command, monkeypatch, slurm_help, ca
         assert command.reason and "GPU" in command.reason and "GPU" in said, said
 
 
+@pytest.mark.slow
 def test_every_sbatch_that_is_shown_would_be_queued(slurm):
     shown = {command.text for command in COMMANDS if command.text.startswith("sbatch ")}
     assert len(shown) >= 3
@@ -398,6 +399,7 @@ def folder(tmp_path_factory):
     return write_images(folder, "train", (32, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", to_run(), ids=lambda command: f"{command.page}: {command.text}")
 def test_every_command_that_can_run_here_runs_and_prints_what_its_page_shows(command, folder, run):
     if "mpirun" in command.text:
@@ -417,6 +419,7 @@ def test_every_command_that_can_run_here_runs_and_prints_what_its_page_shows(com
         assert forms(out + err) and forms(out + err) <= shown(command.text), f"{out}{err}"
 
 
+@pytest.mark.slow
 def test_the_srun_of_the_chapter_prints_what_it_shows(slurm, folder):
     texts = [command.text for command in COMMANDS if re.match(r"srun .*05_mnmc", command.text)]
     text = next(text for text in texts if recorded(text))
@@ -453,6 +456,7 @@ def test_every_snippet_runs_by_itself(page, text, tmp_path, monkeypatch):
     assert not dist.is_initialized(), "it has left a process group"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), TOGETHER, ids=[f"{name} {k}" for k, (name, _) in enumerate(TOGETHER)])
 def test_every_snippet_for_torchrun_runs_on_two_processes(page, text, tmp_path):
     (tmp_path / "snippet.py").write_text(text)

@@ -142,6 +142,7 @@ def test_a_limit_takes_the_same_images_of_every_class():
     assert len(more) == 50_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["shapes", "folder"])
 def test_memory_holds_one_copy_of_the_images(dataset, tmp_path):
     given = ["--dataset", dataset, "--data-dir", str(tmp_path)]
@@ -298,6 +299,7 @@ class CountingHandler(http.server.SimpleHTTPRequestHandler):
         """Print nothing."""
 
 
+@pytest.mark.slow
 def test_two_processes_that_ask_for_a_download_fetch_it_once(tmp_path):
     write_mnist(tmp_path / "raw", 10)
     (tmp_path / "served").mkdir()

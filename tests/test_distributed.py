@@ -412,7 +412,7 @@ def quick(monkeypatch):
 
 def test_an_address_that_does_not_resolve_is_named(quick):
     begin = time.monotonic()
-    with pytest.raises(LaunchError, match=r"'no-such-host.invalid' does not resolve .*: expected .* MASTER_ADDR"):
+    with pytest.raises(LaunchError, match=r"'no-such-host.invalid' does not resolve: expected .* MASTER_ADDR"):
         rendezvous(("no-such-host.invalid", 29500, ""), 1, 2)
     assert time.monotonic() - begin < 15
 

@@ -34,10 +34,12 @@ def job(started):
     return started
 
 
+@pytest.mark.slow
 def test_a_killed_process_costs_no_more_than_the_steps_since_a_checkpoint(job):
     assert job.recover(lambda: job.signal_worker(1), world=3).steps_lost <= EVERY
 
 
+@pytest.mark.slow
 def test_a_torchrun_that_is_killed_leaves_no_process_behind_and_its_host_comes_back(job):
     host = job.host_of(1)
     workers = set(job.workers(host).values())
@@ -46,6 +48,7 @@ def test_a_torchrun_that_is_killed_leaves_no_process_behind_and_its_host_comes_b
     assert recovery.steps_lost <= EVERY
 
 
+@pytest.mark.slow
 def test_a_link_that_is_gone_for_seconds_costs_no_step(job):
     host, restarts = job.host_of(2), len(job.resumed)
     job.hosts.cut(host)
@@ -56,12 +59,14 @@ def test_a_link_that_is_gone_for_seconds_costs_no_step(job):
     assert len(job.resumed) == restarts
 
 
+@pytest.mark.slow
 def test_the_host_of_rank_0_may_die_and_come_back_which_costs_no_step(job):
     host = job.host_of(0)
     assert job.recover(lambda: job.kill_host(host), world=2).steps_lost <= EVERY
     assert job.recover(lambda: job.start(host), world=3).steps_lost == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_is_replaced(job):
     pid = job.workers(job.host_of(1))[1]
 
@@ -75,6 +80,7 @@ def test_a_process_that_stands_still_is_replaced(job):
     assert job.recover(stand_still, world=3).steps_lost <= EVERY
 
 
+@pytest.mark.slow
 def test_a_stopped_training_is_saved_and_the_same_commands_go_on_to_the_end(job):
     assert job.stop() == [128 + signal.SIGTERM] * 3
     stopped = job.position
@@ -90,6 +96,7 @@ def test_a_stopped_training_is_saved_and_the_same_commands_go_on_to_the_end(job)
     assert job.lines[-1][2].startswith("06_elastic.sh: job drill is closed: it has finished, or one machine has")
 
 
+@pytest.mark.slow
 def test_a_second_store_is_told_that_the_port_is_taken(started):
     command = ["python", "launch/store.py", "--port", drill.PORT]
     code, out, err = finished(started.hosts.popen(drill.STORE, *command))
@@ -105,6 +112,7 @@ def environment(**variables):
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
+@pytest.mark.slow
 def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tmp_path):
     given = [ROOT / "launch/06_one_node.sh", *SMALL, "--checkpoints-path", tmp_path / "checkpoints"]
     for processes, line in (("2", "== step: [  10/10] [1/1]"), ("1", "after step 10 of 10")):
@@ -116,6 +124,7 @@ def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tm
         assert "done: not evaluated after 1 epochs" in end.stdout
 
 
+@pytest.mark.slow
 def test_on_two_machines_each_is_told_its_number(hosts, tmp_path):
     env = environment(MASTER=hosts.addresses[0], PROCESSES="1", INTERFACE="eth0")
     given = [*SMALL, "--checkpoints-path", tmp_path]
@@ -127,6 +136,7 @@ def test_on_two_machines_each_is_told_its_number(hosts, tmp_path):
     assert (tmp_path / "step-00000010.pt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [[], ["2"], ["--epochs"]])
 def test_a_machine_without_a_right_number_is_told_so(number):
     end = subprocess.run([ROOT / "launch/06_static.sh", *number], capture_output=True, text=True)
@@ -135,6 +145,7 @@ def test_a_machine_without_a_right_number_is_told_so(number):
     assert re.match(rf"06_static\.sh: error: machine number '{found}': expected 0 to 1 as the first", end.stderr)
 
 
+@pytest.mark.slow
 def test_a_torchrun_that_ends_is_started_again_a_limited_number_of_times(tmp_path):
     fake = tmp_path / "torchrun"
     fake.write_text("#!/bin/sh\necho started\nexit 3\n")

@@ -167,6 +167,7 @@ def results(tmp_path, monkeypatch):
 TINY = ["--machine", "tiny", "--processes", 1, 2, "--arch", "mnist_net", "--epochs", 1, "--data-dir"]
 
 
+@pytest.mark.slow
 def test_a_stopped_experiment_goes_on_with_what_is_missing(results, small_folder, monkeypatch, capsys):
     given = ["accuracy", *TINY, small_folder]
     execute, calls = experiments.execute, []
@@ -200,6 +201,7 @@ def test_a_stopped_experiment_goes_on_with_what_is_missing(results, small_folder
     assert "4 of 4 runs recorded" in capsys.readouterr().out and len(records.read(path)) == 4
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_why_and_leaves_nothing(results, small_folder, capsys):
     (small_folder / "train/cat/000.png").write_bytes(b"no image")
     one = experiments.plan("accuracy", LAPTOP, asked("accuracy", *TINY, small_folder))[0]
@@ -248,6 +250,7 @@ def test_a_file_that_holds_no_records_is_named_before_anything_runs(results, cap
         experiments.main(asked("speed", "--machine", "tiny"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_run_and_leaves_neither_processes_nor_half_a_record(tmp_path):
     write_images(tmp_path, "train", (32, 32))
     write_images(tmp_path, "test", (32, 32))

@@ -78,6 +78,7 @@ def same(a, b):
     return a == b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_never_was(
     train, one_each, tmp_path, world_size
@@ -176,6 +177,7 @@ def test_a_signal_that_arrives_while_torch_is_imported_asks_for_a_requeue(tmp_pa
         assert process.wait(60) == EXIT_REQUEUE
 
 
+@pytest.mark.slow
 def test_the_world_may_shrink_and_grow_and_the_training_stays_the_same(train, one_each, tmp_path):
     """4 ranks, then 2, then 3, by kills: the same images in each step and the same rate as in one that stays at 4."""
     options = [one_each, "--batch-size", 10, "--epochs", 3, "--sync-bn", "--checkpoint-every", 1]
@@ -472,6 +474,7 @@ def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset():
         build_model(parse("--dummy", 2, "--arch", "timm:nothing"), DummyImages(2, 32))
 
 
+@pytest.mark.slow
 def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, one_each, tmp_path):
     flags = [one_each, "--batch-size", 8, "--epochs", 2, "--sync-bn", "--log-file", tmp_path / "log.jsonl"]
     ranks = train("run", 2, *flags, "--tensorboard", tmp_path / "events", "--workers", 1)
@@ -698,6 +701,7 @@ def test_on_a_gpu_it_trains_in_mixed_precision_and_resumes(train, one_each, amp)
     assert "device: cuda:0" in ranks.output() and "after step 2 of 4" in ranks.output()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_compile(), reason="needs a C++ compiler")
 def test_a_compiled_network_in_channels_last_trains_on_dummy_images(tmp_path):
     flags = ["--dummy", 40, "--batch-size", 20, "--epochs", 1, "--compile", "--channels-last", "--amp", "bf16"]

@@ -119,7 +119,11 @@ def distance(a, b):
 
 
 RESNET18 = "--arch", "resnet18"
-WORLDS = [("torchrun", 2), ("torchrun", 4), ("mp.spawn", 2), ("mp.spawn", 4), ("srun", 2), ("srun", 4)]
+WORLDS = [
+    pytest.param(launcher, world_size, marks=[pytest.mark.slow] * (world_size == 4))
+    for launcher in ("torchrun", "mp.spawn", "srun")
+    for world_size in (2, 4)
+]
 
 
 @pytest.mark.parametrize(("launcher", "world_size"), WORLDS)
@@ -136,6 +140,7 @@ def test_a_network_without_batch_norm_learns_the_same_on_any_number_of_processes
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_resnet18_with_synchronised_batch_norm_learns_the_same_on_any_number_of_processes(train, world_size):
     """In float64. In float32 no two ways to add up the same numbers stay together: one process that takes the images
@@ -148,6 +153,7 @@ def test_resnet18_with_synchronised_batch_norm_learns_the_same_on_any_number_of_
     assert many.tested == one.tested
 
 
+@pytest.mark.slow
 def test_resnet18_without_synchronised_batch_norm_does_not(train):
     one, many = train("python", 1, *RESNET18), train("forked", 2, *RESNET18)
     assert many.batches == one.batches

@@ -55,6 +55,7 @@ def gone(processes, seconds=10):
 # They run
 
 
+@pytest.mark.slow
 def test_torch_distributed_launch_may_pass_its_local_rank(small_folder):
     given = ["--nproc-per-node=2", "03_mnmc_ddp_launch.py", *QUICK, small_folder, "--epochs", 1]
     code, out, err = finished(start("-W", "ignore", "-m", "torch.distributed.launch", *given))
@@ -63,6 +64,7 @@ def test_torch_distributed_launch_may_pass_its_local_rank(small_folder):
     assert out.count("done: test accuracy") == 1, "rank 0 alone prints"
 
 
+@pytest.mark.slow
 def test_two_jobs_of_mp_spawn_run_side_by_side_on_one_machine(small_folder):
     jobs = [start("04_mnmc_ddp_mp.py", "--nproc-per-node=2", *QUICK, small_folder, "--epochs", 2) for _ in range(2)]
     for code, out, err in map(finished, jobs):
@@ -76,6 +78,7 @@ def test_the_processes_share_the_cores(small_folder, monkeypatch):
     assert code == 0 and f", {threads} CPU threads)" in out, err
 
 
+@pytest.mark.slow
 def test_every_rank_crops_and_mirrors_in_its_own_way_and_begins_with_the_same_weights(small_folder, tmp_path):
     probe = tmp_path / "probe"
     probe.mkdir()
@@ -102,6 +105,7 @@ def test_every_rank_crops_and_mirrors_in_its_own_way_and_begins_with_the_same_we
     assert len(crops) == 4 and len(set(crops)) == 4  # two ranks, two steps
 
 
+@pytest.mark.slow
 def test_no_thread_of_gloo_outlives_the_process_group(copy):
     """One that does may abort the interpreter on its way out, after all the work is done: exit code 134."""
     count = "import glob\nthreads = [open(f).read() for f in glob.glob('/proc/self/task/*/comm')]\n"
@@ -117,6 +121,7 @@ def test_no_thread_of_gloo_outlives_the_process_group(copy):
 # They end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCH)
 def test_a_killed_rank_ends_the_others_within_seconds_and_is_named(launcher, small_folder):
     process = start(*LAUNCH[launcher], *QUICK, small_folder, *FOREVER)
@@ -151,6 +156,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_while_others_owe_it_an_answer_ends_and_loses_no_message(copy, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     (copy / "stuck.py").write_text(STUCK)
@@ -159,6 +165,7 @@ def test_a_rank_that_fails_while_others_owe_it_an_answer_ends_and_loses_no_messa
     assert out == "before the error\n" and "OSError: disk full" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCH)
 def test_ctrl_c_ends_all_processes(launcher, small_folder):
     process = start(*LAUNCH[launcher], *QUICK, small_folder, *FOREVER)
@@ -171,6 +178,7 @@ def test_ctrl_c_ends_all_processes(launcher, small_folder):
         assert code == 130 and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_the_children_of_mp_spawn_end_with_their_parent(small_folder):
     process = start(*LAUNCH["mp.spawn"], *QUICK, small_folder, *FOREVER)
     read_until(process, "== test: [1/")
@@ -232,6 +240,7 @@ def command_of(script, node_rank, folder):
     return [*command.split(), *map(str, [*QUICK, folder, "--epochs", 2])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py"])
 def test_two_hosts_train_together_by_the_command_of_the_docstring(hosts, script, small_folder):
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
@@ -244,6 +253,7 @@ def test_two_hosts_train_together_by_the_command_of_the_docstring(hosts, script,
         assert ("done: test accuracy" in out) == (process is first)
 
 
+@pytest.mark.slow
 def test_a_host_that_dies_ends_the_other(hosts, small_folder):
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     script = "04_mnmc_ddp_mp.py"

@@ -73,6 +73,7 @@ def sensecore(rank, machines, port, *given, **more):
     return start("launch/sensecore.sh", *given, PROCESSES=1, **place | more)
 
 
+@pytest.mark.slow
 def test_sensecore_sh_trains_on_one_machine(tmp_path):
     given = ["06_imagenet.py", "--dummy=32", *SMALL, "--epochs=1", "--checkpoints-path", tmp_path / "saved"]
     code, out, err = finished(sensecore(0, 1, free_port(), *given))
@@ -80,6 +81,7 @@ def test_sensecore_sh_trains_on_one_machine(tmp_path):
     assert "06_imagenet.py | started by torchrun | world size 1 |" in out and out.count("done: ") == 1
 
 
+@pytest.mark.slow
 def test_sensecore_sh_makes_one_world_of_two_machines(small_folder):
     port, given = free_port(), ["03_mnmc_ddp_launch.py", *QUICK, small_folder, "--epochs=1"]
     machines = [sensecore(rank, 2, port, *given) for rank in (1, 0)]
@@ -127,6 +129,7 @@ def mpirun():
     return lambda *given, **variables: start("launch/mpirun.sh", *given, **root | variables)
 
 
+@pytest.mark.slow
 def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved_when_it_is_asked_to(mpirun, tmp_path):
     (tmp_path / "hosts").write_text("# this machine, with two processes\nlocalhost slots=2\n")
     given = ["06_imagenet.py", "--dummy=64", *SMALL, "--print-every=1", "--checkpoints-path", tmp_path / "saved"]
@@ -249,6 +252,7 @@ def test_a_key_that_is_there_twice_fails_here():
         yaml.load("{name: a, name: b}", StrictLoader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", JOBS)
 def test_the_pods_of_a_job_have_what_they_mount_and_shared_memory(file):
     (job,) = read(file)
@@ -319,6 +323,7 @@ def test_an_operator_that_sets_no_pet_variables_ends_in_an_error_and_not_in_two_
         config_from_args(get_args_parser().parse_args(command(job, old)[1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", JOBS)
 def test_the_pods_of_a_job_train_together_by_their_command(file, small_folder, tmp_path):
     (job,) = read(file)

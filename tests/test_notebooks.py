@@ -80,6 +80,7 @@ def fresh(tmp_path_factory):
 # From what is recorded
 
 
+@pytest.mark.slow
 def test_make_charts_runs_every_notebook_in_a_fresh_kernel(tmp_path):
     env = os.environ | {"FIGURES": str(tmp_path), "VIRTUAL_ENV": sys.prefix}
     end = subprocess.run(["make", "charts"], cwd=ROOT, env=env, capture_output=True, text=True)
@@ -91,6 +92,7 @@ def test_make_charts_runs_every_notebook_in_a_fresh_kernel(tmp_path):
         assert (abs(fresh - kept).max(axis=-1) > 0.2).mean() < 0.002, f"docs/figures/{name}.png: make charts"
 
 
+@pytest.mark.slow
 def test_make_charts_leaves_out_what_a_machine_has_not_recorded():
     end = subprocess.run(["make", "charts", "MACHINE=nobody"], cwd=ROOT, capture_output=True, text=True)
     assert end.returncode == 2 and "nothing in results/ for MACHINE=nobody" in end.stderr
@@ -138,6 +140,7 @@ def test_the_published_ladder_is_reproduced_within_two_points():
 # From fresh runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_draws_a_fresh_experiment(name, draw, fresh, tmp_path):
     out = draw(name, "tiny", fresh)
@@ -146,6 +149,7 @@ def test_a_notebook_draws_a_fresh_experiment(name, draw, fresh, tmp_path):
     assert pixels.shape[1] > 1000 and pixels[..., :3].std() > 0.05, "something is drawn"
 
 
+@pytest.mark.slow
 def test_fresh_records_hold_what_was_measured(fresh):
     by = {name: records.records(name, fresh) for name in NOTEBOOKS}
     assert {r["script"][:2] for r in by["speed"]} == {"01", "02", "03", "04"}

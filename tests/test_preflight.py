@@ -47,6 +47,7 @@ def on_two(hosts, *flags, variables=({}, {}), fake=None):
     return end
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by_size(hosts):
     torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=1", f"--master-addr={hosts.addresses[0]}"]
     secret = {"MY_SECRET_TOKEN": "hunter2", "AWS_SECRET_ACCESS_KEY": "hunter3"}
@@ -66,6 +67,7 @@ def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by
     assert "hunter" not in out + err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interface", "found"),
     [
@@ -80,6 +82,7 @@ def test_a_wrong_interface_is_named_with_the_line_that_sets_the_right_one(hosts,
     assert verdicts(out)["all_reduce"][1].startswith("not measured")
 
 
+@pytest.mark.slow
 def test_one_gpu_for_two_ranks_other_versions_other_code_and_a_wrong_clock_are_each_named(hosts):
     code, out, err = on_two(hosts, fake="gpu,torch,code,clock")
     assert code == 1, err
@@ -91,18 +94,21 @@ def test_one_gpu_for_two_ranks_other_versions_other_code_and_a_wrong_clock_are_e
     }
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_answers_is_named(hosts):
     code, out, err = on_two(hosts, fake="stopped")
     assert code == 1, err
     assert failed(out) == {"ranks": "rank 1 of 2 did not answer within 10 s (host1 has rank 0)"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_in_all_reduce_is_named(hosts):
     code, out, err = on_two(hosts, fake="stopped in all_reduce")
     assert code == 1, err
     assert failed(out) == {"all_reduce": "no sign of life: rank 1 on host2, last at all_reduce of 4 KiB"}
 
 
+@pytest.mark.slow
 def test_without_rank_0_the_others_say_so_and_end(hosts):
     given = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": 29500}
     code, _, err = finished(hosts.popen(1, "python", "launch/preflight.py", variables=given), timeout=30)
@@ -123,6 +129,7 @@ def srun(slurm, *options, fake=None, **variables):
     return end.returncode, end.stdout, end.stderr, time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_srun_on_two_nodes_passes_and_prints_a_line_for_each_rank(slurm):
     code, out, err, _ = srun(slurm)
     assert code == 0 and not failed(out), out + err
@@ -137,6 +144,7 @@ def test_srun_on_two_nodes_passes_and_prints_a_line_for_each_rank(slurm):
     assert out.endswith("preflight: 0 of 12 checks failed, 0 with a warning\n") or "warn  threads" in out
 
 
+@pytest.mark.slow
 def test_what_is_wrong_on_a_node_of_slurm_is_named(slurm):
     code, out, err, seconds = srun(slurm, fake="torch,clock", FAKE_RANK="3")
     assert code == 1 and seconds < 30, err
@@ -146,6 +154,7 @@ def test_what_is_wrong_on_a_node_of_slurm_is_named(slurm):
     assert code == 1 and seconds < 30 and "rank 0 on n01 has no interface eth9" in failed(out)["addresses"], err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fake", "check", "found"),
     [
@@ -159,6 +168,7 @@ def test_a_task_that_dies_is_named_within_30_seconds(slurm, fake, check, found):
     assert seconds < 30
 
 
+@pytest.mark.slow
 def test_a_torchrun_in_each_of_two_tasks_is_refused(slurm):
     command = ["srun", "--ntasks=2", "--nodes=1", "torchrun", "--standalone", "--nproc-per-node=2"]
     end = slurm.run(*command, "launch/preflight.py")

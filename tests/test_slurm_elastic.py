@@ -86,6 +86,7 @@ def soon(run_time):
     return 60 * hours + minutes + (1 if seconds < 20 else 2)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_preempted_out_of_time_and_requeued_goes_on_each_time_and_ends(slurm, tmp_path, preempt):
     job = Job(slurm, tmp_path, ROOT / "launch/slurm/06_srun.sbatch", ["--partition=low"])
     preempt()
@@ -104,6 +105,7 @@ def test_a_job_that_is_preempted_out_of_time_and_requeued_goes_on_each_time_and_
     assert job.output.count("done: not evaluated") == 1 and slurm.show(job.id)["Restarts"] == "3"
 
 
+@pytest.mark.slow
 def test_a_job_that_is_asked_to_save_goes_on_and_one_that_is_cancelled_does_not(slurm, tmp_path):
     job = Job(slurm, tmp_path, ROOT / "launch/slurm/06_srun.sbatch")
     slurm.run("scancel", "--signal=USR1", job.id)
@@ -116,6 +118,7 @@ def test_a_job_that_is_asked_to_save_goes_on_and_one_that_is_cancelled_does_not(
     assert (job.checkpoints / f"step-{second:08}.pt").exists()
 
 
+@pytest.mark.slow
 def test_torchruns_in_a_job_save_and_go_on_whoever_is_told_that_they_must_end(slurm, tmp_path, preempt):
     """The shell by USR1, or, in a job that wants no such signal, torchrun by TERM."""
     text = (ROOT / "launch/slurm/06_torchrun.sbatch").read_text()

@@ -13,6 +13,7 @@ from conftest import ROOT, start
 
 from tools import steps
 from tools.bench import ddp as bench_ddp
+from tools.bench import rendezvous as bench_rendezvous
 from tools.lab import drill
 from tools.records import checkpoint_cost, records, select
 
@@ -28,7 +29,7 @@ def make(*arguments, cwd=ROOT, env=None):
 
 def test_make_help_names_every_command():
     named = [line.split()[1] for line in make("help").stdout.splitlines()]
-    assert named == ["help", "demo", "test", "lint", "charts", "clean"]
+    assert named == ["help", "demo", "test", "test-all", "lint", "charts", "clean"]
 
 
 def fake_python(folder, body):
@@ -88,6 +89,7 @@ def bench(*given):
     return out
 
 
+@pytest.mark.slow
 def test_the_input_benchmark_compares_four_loops_on_small_images(small_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
     out = bench("--dataset", "folder", "--data-dir", small_folder, "--log-file", log)
@@ -102,6 +104,7 @@ def test_the_input_benchmark_compares_four_loops_on_small_images(small_folder, t
         assert re.search(rf"^{r['loop']}\s.*MiB\s+{ratio:.2f} \(", out, re.M)
 
 
+@pytest.mark.slow
 def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
     out = bench("--dataset", "folder", "--data-dir", large_folder, "--log-file", log, "--arch", "resnet18")
@@ -110,6 +113,7 @@ def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_
     assert re.search(r"^ours / classic\s+[\d.]+ \(", out, re.M)
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_too_few_steps_says_so(small_folder):
     given = ["--dataset", "folder", "--data-dir", small_folder, "--limit", 8, "--batch-size", 4, "--repeats", 1]
     process = start("tools/bench/input.py", "--arch", "mnist_net", *given)
@@ -118,6 +122,7 @@ def test_a_benchmark_of_too_few_steps_says_so(small_folder):
     assert "2 steps are too few to time, expected 10 or more: lower --batch-size" in err
 
 
+@pytest.mark.slow
 def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path):
     log = tmp_path / "bench.jsonl"
     given = ["--arch", "mnist_net", "--batch-size", 2, "--repeats", 1, "--launches", 1, "--log-file", log]
@@ -138,6 +143,7 @@ def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path)
     assert re.search(rf"^  1 processes +{launch['seconds']:.1f} \(", out, re.M)
 
 
+@pytest.mark.slow
 def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
     given = ["--arch", "mnist_net", "--image-size", 16, "--batch-size", 2, "--steps", 20, "--every", 5, "--repeats", 1]
@@ -243,3 +249,22 @@ def test_the_input_pipeline_is_recorded_as_fast_as_the_step_allows():
     assert ratio("data/cifar10", "01", "classic, memory") >= 1.05
     assert ratio("data/cifar10", "01", "classic, files") >= 1.25
     assert ratio("data/imagenet-mini", "our loader", "classic loader") >= 1.4
+
+
+@pytest.mark.slow
+def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_resolve_quickly_and_slowly(tmp_path):
+    log = tmp_path / "rendezvous.jsonl"
+    given = ["--ranks", 2, 3, "--start", 2, "--repeats", 1, "--log-file", log]
+    process = start("tools/bench/rendezvous.py", *given)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    if reason := bench_rendezvous.missing():
+        pytest.skip(reason)
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [(what, ranks) for what, ranks in (("rendezvous", 2), ("rendezvous", 3), ("start", 2))]
+    assert [(r["what"], r["ranks"]) for r in records] == rows * 2
+    for record in records:
+        least = 4.5 if record["names"] == "slow" else 0
+        for who in ("ours", "torch"):
+            (seconds,) = record[f"{who}_seconds"]
+            assert least < seconds < 60 and f"{seconds:.2f} s" in out

@@ -115,6 +115,7 @@ def raised(*functions):
 # The page
 
 
+@pytest.mark.slow
 def test_every_case_has_an_entry_that_is_provoked_or_says_why_not():
     assert set(CASES) <= set(ENTRIES)
     for number, entry in ENTRIES.items():
@@ -125,6 +126,7 @@ def test_every_case_has_an_entry_that_is_provoked_or_says_why_not():
         assert "In this project: " in one_line(entry.body), f"entry {number}"
 
 
+@pytest.mark.slow
 def test_every_test_that_an_entry_names_exists_and_every_provoked_entry_names_its_own():
     exist = set(re.findall(r"^def (test_\w+)", "".join(p.read_text() for p in ROOT.glob("tests/test_*.py")), re.M))
     for number, entry in ENTRIES.items():
@@ -215,16 +217,19 @@ def provoked(tmp_path_factory):
     return texts
 
 
+@pytest.mark.slow
 @provokes(1)
 def test_a_rank_that_does_not_come_is_reported_by_those_that_wait(provoked):
     return provoked["a rank does not come"]
 
 
+@pytest.mark.slow
 @provokes(2)
 def test_collectives_that_differ_are_told_apart_by_the_debug_level(provoked):
     return provoked["rank 0 alone evaluates"]
 
 
+@pytest.mark.slow
 @provokes(5, 8, 19, 23, 36)
 def test_torchrun_says_what_is_wrong_with_a_job(provoked):
     assert provoked["a job that ends"] == "work\n"
@@ -232,36 +237,43 @@ def test_torchrun_says_what_is_wrong_with_a_job(provoked):
     return "\n".join(provoked[name] for name in [*names, "the same job again", "nobody keeps the store"])
 
 
+@pytest.mark.slow
 def test_a_local_count_over_the_global_size_is_half_the_accuracy_on_two_ranks(provoked):
     text = provoked["local over global"]
     assert text.count("accuracy of rank") == 2 and text.count(": 45%") == 2 and text.count("accuracy: 90%") == 2
 
 
+@pytest.mark.slow
 @provokes(17)
 def test_a_rank_that_dies_is_noticed_by_the_others(provoked):
     return provoked["a rank dies"]
 
 
+@pytest.mark.slow
 @provokes(20)
 def test_a_parameter_without_a_gradient_stops_ddp(provoked):
     return provoked["no gradient"]
 
 
+@pytest.mark.slow
 @provokes(21)
 def test_uneven_batches_end_in_a_timeout(provoked):
     return provoked["uneven batches"]
 
 
+@pytest.mark.slow
 @provokes(22)
 def test_torchs_synchronised_batch_norm_refuses_cpus(provoked):
     return provoked["SyncBatchNorm in DDP"] + provoked["SyncBatchNorm"]
 
 
+@pytest.mark.slow
 @provokes(34)
 def test_a_monitored_barrier_names_the_rank_that_does_not_come(provoked):
     return provoked["monitored barrier"]
 
 
+@pytest.mark.slow
 @provokes(40)
 def test_nccl_without_a_gpu_is_refused(provoked, environment):  # noqa: F811
     need_no_gpu()
@@ -277,6 +289,7 @@ def need_no_gpu():
 # What has to be a process of its own
 
 
+@pytest.mark.slow
 @provokes(7)
 def test_a_host_whose_name_is_loopback_is_not_reached(monkeypatch):
     need(hosts_module.missing())
@@ -300,10 +313,12 @@ def missing_interface(monkeypatch):
     return raised(lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1))
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_not_there_is_named(monkeypatch):
     assert "Unable to find address for: eth9" in missing_interface(monkeypatch)
 
 
+@pytest.mark.slow
 @provokes(25)
 def test_a_small_shared_memory_kills_loader_workers():
     need(hosts_module.missing())
@@ -324,6 +339,7 @@ def test_a_small_shared_memory_kills_loader_workers():
     return done.stderr
 
 
+@pytest.mark.slow
 @provokes(29)
 def test_ctrl_c_ends_torchrun_with_a_traceback_of_its_own(tmp_path):
     (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
@@ -348,6 +364,7 @@ def spawn_a_local_function():
     torch.multiprocessing.spawn(train, nprocs=1)
 
 
+@pytest.mark.slow
 @provokes(30)
 def test_what_cannot_be_spawned_or_forked_says_so(provoked, tmp_path):
     return raised(spawn_a_local_function) + provoked["CUDA in a forked process"] + without_a_main_guard(tmp_path)
