@@ -127,9 +127,13 @@ def _checked(kind, is_valid, expected):
 
 def output_file(path):
     """The type of a flag that names a file to write. It is tried now, not after hours of training."""
+    is_new = not os.path.exists(path)
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(path, "a"):
-            return path
+        open(path, "a").close()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot write {path}: {error.strerror}; name a file you may write") from None
+    if is_new:
+        with contextlib.suppress(FileNotFoundError):  # another rank tries the same file
+            os.remove(path)
+    return path
