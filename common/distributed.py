@@ -185,8 +185,9 @@ def find_launcher(port=None):
 
 def _environment():
     """Return os.environ without what setup_distributed() has set, in this process or in one that started it."""
-    ours = dict(item.split("=", 1) for item in os.environ.get(SET_HERE, "").split())
-    if any(os.environ.get(name, ours.get(name)) != ours.get(name) for name in TORCHRUN[:3]):
+    values = dict(item.split("=", 1) for item in os.environ.get(SET_HERE, "").split())
+    ours = {name[1:]: value for name, value in values.items() if name[0] == "+"}  # the others had been set before
+    if any(os.environ.get(name) != (values | ours).get(name) for name in TORCHRUN[:3] if values):
         ours = {name: value for name, value in ours.items() if name == TORCHRUN[3]}  # this process was given a new rank
     return {name: value for name, value in os.environ.items() if ours.get(name) != value}
 
@@ -195,9 +196,9 @@ def _set_variables(ranks, address):
     """Set the variables that torchrun would set, and remember which of them nobody had set to that before."""
     env = _environment()
     host, port = address[:2] if address else (env.get("MASTER_ADDR", "127.0.0.1"), env.get("MASTER_PORT", free_port()))
-    values = zip((*TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), map(str, (*ranks, host, port)), strict=True)
-    ours = {name: value for name, value in values if env.get(name) != value}
-    os.environ.update(ours | {SET_HERE: " ".join(map("=".join, ours.items()))})
+    values = dict(zip((*TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), map(str, (*ranks, host, port)), strict=True))
+    marked = (f"{'+' * (env.get(name) != value)}{name}={value}" for name, value in values.items())
+    os.environ.update(values | {SET_HERE: " ".join(marked)})
 
 
 def _read_ranks(names):
