@@ -52,12 +52,11 @@ def parse_spawn_args(doc):
     args = parser.parse_args()
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (count := os.environ.get(name, "")).isdigit() and int(count) > args.nodes:
-            parser.error(
-                f"{name}={count}: a launcher started {count} copies of a script that starts its own processes, "
-                f"expected one per machine; python {parser.prog}, or srun --ntasks-per-node=1 python {parser.prog}"
-            )
-    if args.node_rank >= args.nodes:
-        parser.error(f"--node-rank {args.node_rank} of --nodes {args.nodes}: expected 0 to {args.nodes - 1}")
+            problem = f"{name}={count}: a launcher started {count} copies of a script that starts its own processes"
+            command = f"python {parser.prog}, or srun --ntasks={args.nodes} --ntasks-per-node=1 python {parser.prog}"
+            parser.error(f"{problem}, expected one per machine; {command}")
+    if args.node_rank > (last := args.nodes - 1):
+        parser.error(f"--node-rank {args.node_rank} of --nodes {args.nodes}: expected a node rank from 0 to {last}")
     if args.dist_url is None and args.nodes > 1:
         parser.error(f"--nodes {args.nodes} without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0")
     if args.dist_url is None:

@@ -100,15 +100,15 @@ class Report:
         self.epoch, self.steps, self.images, self.waited = epoch, len(loader), 0, 0.0
         self.totals = [0.0, 0.0, 0.0]
         self.epoch_start = self.timing_start = self.line_start = self._mark()
-        batches = iter(loader)
-        for step in range(self.steps):
-            asked = time.perf_counter()
-            batch = next(batches)
+        batches, step, asked = iter(loader), 0, time.perf_counter()
+        while batch := next(batches, None):  # to the end of the loader: its sampler may draw a last random number
             self.waited += time.perf_counter() - asked
             self.images += len(batch[1])
             yield batch
-            if step + 1 == warmup_steps(self.steps):
+            step += 1
+            if step == warmup_steps(self.steps):
                 self.timing_start = self.line_start = self._mark()
+            asked = time.perf_counter()
 
     def due(self, step):
         """Return whether a step, counted from 0, gets a line: every 50th and the last. All ranks agree."""

@@ -6,7 +6,6 @@ Those for Slurm run in test_slurm.py and test_slurm_elastic.py, the 06_*.sh and 
 import importlib
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import QUICK, ROOT, STARTED, need
+from conftest import QUICK, ROOT, STARTED, need, parse
 from torch.distributed.run import config_from_args, get_args_parser
 
 from common.distributed import free_port
@@ -308,9 +307,7 @@ def test_torchrun_and_the_script_understand_the_command_of_a_pod(file, monkeypat
     config, _, _ = config_from_args(args := get_args_parser().parse_args(given[1:]))
     assert (config.min_nodes, config.max_nodes, config.rdzv_configs["rank"]) == (2, 2, 1)
     assert config.nproc_per_node == int(job["spec"]["nprocPerNode"]) and config.rdzv_endpoint == "127.0.0.1:23456"
-    monkeypatch.setattr(sys, "argv", [args.training_script, *args.training_script_args])
-    script = runpy.run_path(args.training_script)
-    parsed = script["parse_args"](script["__doc__"]) if file.startswith("06") else script["parse_args"]()
+    parsed = parse(monkeypatch, args.training_script, *args.training_script_args)
     if file.startswith("06"):
         assert (parsed.train_path, parsed.resume, parsed.arch) == ("/data", True, "resnet50")
 
