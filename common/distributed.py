@@ -155,11 +155,10 @@ def find_launcher(port=None):
     """
     env = _environment()
     given = [name for name in TORCHRUN[:3] if name in env]
+    is_mpich = MPICH[0] in env and (MPICH[2] in env or SLURM[1] not in env)  # srun may set PMI_RANK alone
     if len(given) == 3:
         launcher, ranks = "torchrun", _read_ranks(TORCHRUN)
-    elif OPEN_MPI[0] in env or (
-        MPICH[0] in env and (MPICH[2] in env or SLURM[1] not in env)
-    ):  # srun may set PMI_RANK alone
+    elif OPEN_MPI[0] in env or is_mpich:
         launcher, ranks = "mpirun", _read_ranks(OPEN_MPI if OPEN_MPI[0] in env else MPICH)
     elif SLURM[1] in env:
         launcher, ranks = "srun", _read_ranks(SLURM)
@@ -169,9 +168,8 @@ def find_launcher(port=None):
         _check_one_process_per_machine()
     elif given:
         missing = " and ".join(name for name in TORCHRUN[:3] if name not in env)
-        raise LaunchError(
-            f"{' and '.join(given)} set without {missing}: expected all three, or none; {_command('RANK')}"
-        )
+        found = f"{' and '.join(given)} set without {missing}"
+        raise LaunchError(f"{found}: expected all three, or none; {_command('RANK')}")
     else:
         launcher, ranks = "python", (0, 1, 0, 1)
         if multiprocessing.parent_process():
@@ -439,10 +437,8 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        found = (
-            f"port {port} of this machine is taken, by another job, a left-over process (ss -ltnp) or a second rank 0"
-        )
-        raise LaunchError(f"{found}; on all machines export MASTER_PORT={free_port()}") from None
+        found = f"port {port} of this machine is taken, by another job, a left-over process (ss -ltnp) or a second"
+        raise LaunchError(f"{found} rank 0; on all machines export MASTER_PORT={free_port()}") from None
     if found != job:
         found = f"the store of {found} answers at {where}: expected the store of {job}"
         raise LaunchError(f"{found}; end what has that port (ss -ltnp), or export another MASTER_PORT on all machines")

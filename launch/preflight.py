@@ -134,7 +134,8 @@ def cores():
 def code_hash():
     """Eight digits for the Python files that a job is made of: other code, other digits."""
     digest = hashlib.sha256()
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("launch/*.py")]):
+    folders = (ROOT, ROOT / "common", ROOT / "imagenet", ROOT / "launch")
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 

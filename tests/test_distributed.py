@@ -618,6 +618,24 @@ def test_the_copied_file_works_with_torchruns_words_from_somebody_else(copy):
     assert outputs(*processes) == [line.format("torchrun") for line in TWO]
 
 
+SPAWN = """\
+import os, runpy, sys
+import torch.multiprocessing as mp
+
+def run(rank, port):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+    runpy.run_path("train.py", run_name="__main__")
+
+if __name__ == "__main__":
+    mp.spawn(run, args=(sys.argv[1],), nprocs=2)
+"""
+
+
+def test_the_copied_file_works_in_processes_of_mp_spawn_with_variables_set_by_hand(copy):
+    (copy / "spawn.py").write_text(SPAWN)
+    assert outputs(started(copy, "spawn.py", str(free_port()))) == [line.format("torchrun") for line in TWO]
+
+
 def test_the_copied_file_works_with_mpiruns_variables(copy):
     port = free_port()
     processes = [started(copy, "train.py", **mpirun(r, MASTER_PORT=port)) for r in (0, 1)]
