@@ -121,9 +121,14 @@ def start(*command):
 
 
 @pytest.fixture(autouse=True)
-def leave_nothing_running():
-    """Kill what a failed test has left."""
+def leave_nothing_behind():
+    """Kill the processes of a failed test, and undo what setup_distributed() did in this one."""
+    variables = dict(os.environ)
     yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(variables)
     while STARTED:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(STARTED.pop().pid, signal.SIGKILL)

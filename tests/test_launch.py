@@ -133,7 +133,7 @@ def test_a_killed_rank_ends_the_others_within_seconds_and_is_named(launcher, sma
     assert time.monotonic() - begin < 15 and code == 1
     assert gone(ranks, 1)
     if launcher == "mp.spawn":
-        assert "04_mnmc_ddp_mp.py: error: process 1 was killed by SIGKILL; the others have been ended" in err
+        assert "04_mnmc_ddp_mp.py: error: process 1 was killed by SIGKILL; the others were stopped" in err
     else:
         assert "Signal 9 (SIGKILL)" in err and "rank      : 1 (local_rank: 1)" in err
 
