@@ -270,6 +270,7 @@ def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_reso
             assert least < seconds < 60 and f"{seconds:.2f} s" in out
 
 
+@pytest.mark.slow
 def test_64_ranks_rendezvous_where_the_name_server_does_not_answer(tmp_path):
     if reason := bench_rendezvous.missing():
         pytest.skip(reason)

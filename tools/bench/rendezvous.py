@@ -22,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -79,31 +78,15 @@ def missing():
 def inside(names, args):
     """Measure where names resolve like this; yield the records."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
-        silent.bind((NAME_SERVER, 53))
-        threading.Thread(target=read_for_ever, args=(silent,), daemon=True).start()
+        silent.bind((NAME_SERVER, 53))  # a name server that nobody reads from, so it never answers
         hosts, resolver = Path(folder, "hosts"), Path(folder, "resolv.conf")
         hosts.write_text(Path("/etc/hosts").read_text() + FILES[names][0])
         resolver.write_text(FILES[names][1] or Path("/etc/resolv.conf").read_text())
         mounts = f"mount --bind {hosts} /etc/hosts && mount --bind {resolver} /etc/resolv.conf &&"
-        flags = [
-            "--inside",
-            "--ranks",
-            *map(str, args.ranks),
-            "--start",
-            str(args.start),
-            "--repeats",
-            str(args.repeats),
-        ]
+        flags = [f"--start={args.start}", f"--repeats={args.repeats}", "--inside", "--ranks", *map(str, args.ranks)]
         command = ["unshare", "--mount", "sh", "-c", f'{mounts} exec "$@"', "sh", sys.executable, __file__, *flags]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             yield from map(json.loads, process.stdout)
-
-
-def read_for_ever(sock):
-    """Take the questions to a name server and answer none."""
-    with contextlib.suppress(OSError):  # it is closed at the end
-        while True:
-            sock.recv(2**16)
 
 
 def measure(args):
