@@ -51,16 +51,18 @@ TIMEOUT = datetime.timedelta(minutes=5)  # how long to wait for a missing rank, 
 NETWORK_TIMEOUT = 10  # seconds until a host name that nobody knows is an error
 WARN_AFTER = 15  # seconds of waiting for other ranks
 PORTS = range(12000, 32000)  # for jobs that choose none; Linux gives ports above 32768 to outgoing connections
-SET_HERE = "SETUP_DISTRIBUTED_SET"  # the variable that remembers which others setup_distributed() set
+ADDED = "SETUP_DISTRIBUTED_SET"  # the variable that remembers which others setup_distributed() has added
 
-# Each launcher's names for rank, world size, local rank and local world size, and a command that sets them.
+# Each launcher's names for rank, world size, local rank and local world size, and commands that set such names.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-COMMANDS = {"torchrun": "torchrun --nproc-per-node=2", "mpirun": "mpirun -n 2 python", "srun": "srun --ntasks=2 python"}
-
 SCRIPT = os.path.basename(sys.argv[0]) or "train.py"
+COMMANDS = {"MASTER": "export MASTER_PORT=29500 on all machines, or unset it"}
+COMMANDS |= dict.fromkeys(["SLURM", "srun"], f"srun --ntasks=2 python {SCRIPT}")
+COMMANDS |= dict.fromkeys(["OMPI", "PMI", "MPI", "mpirun"], f"mpirun -n 2 python {SCRIPT}")
+COMMANDS |= dict.fromkeys(["RANK", "WORLD", "LOCAL"], f"torchrun --nproc-per-node=2 {SCRIPT}")
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +171,7 @@ def find_launcher(port=None):
     elif given:
         missing = " and ".join(name for name in TORCHRUN[:3] if name not in env)
         found = f"{' and '.join(given)} set without {missing}"
-        raise LaunchError(f"{found}: expected all three, or none; {_command('RANK')}")
+        raise LaunchError(f"{found}: expected all three, or none; {COMMANDS['RANK']}")
     else:
         launcher, ranks = "python", (0, 1, 0, 1)
         if multiprocessing.parent_process():
@@ -177,26 +179,25 @@ def find_launcher(port=None):
         if env.get("SLURM_NTASKS", "1") != "1":
             log.warning("running as one process, though SLURM_NTASKS=%s: srun python %s", env["SLURM_NTASKS"], SCRIPT)
     _check_nesting(launcher)
-    has_store = ranks[1] == 1 or (launcher == "torchrun" and _started_by_torchrun())
+    has_store = ranks[1] == 1 or (launcher == "torchrun" and dist.is_torchelastic_launched())
     return launcher, *ranks, None if has_store else _address(launcher, ranks, port)
 
 
 def _environment():
-    """Return os.environ without what setup_distributed() has set, in this process or in one that started it."""
-    values = dict(item.split("=", 1) for item in os.environ.get(SET_HERE, "").split())
-    ours = {name[1:]: value for name, value in values.items() if name[0] == "+"}  # the others had been set before
-    if any(os.environ.get(name) != (values | ours).get(name) for name in TORCHRUN[:3] if values):
-        ours = {name: value for name, value in ours.items() if name == TORCHRUN[3]}  # this process was given a new rank
-    return {name: value for name, value in os.environ.items() if ours.get(name) != value}
+    """Return os.environ without what setup_distributed() has added, here or in a process that started this one."""
+    added = dict(item.split("=", 1) for item in os.environ.get(ADDED, "").split())
+    if any(os.environ.get(name) != added[name] for name in TORCHRUN[:3] if name in added):  # somebody set new ranks
+        added = {name: value for name, value in added.items() if name == TORCHRUN[3]}
+    return {name: value for name, value in os.environ.items() if added.get(name) != value}
 
 
 def _set_variables(ranks, address):
-    """Set the variables that torchrun would set, and remember which of them nobody had set to that before."""
+    """Set the variables that torchrun would set, and remember which of them are new."""
     env = _environment()
     host, port = address[:2] if address else (env.get("MASTER_ADDR", "127.0.0.1"), env.get("MASTER_PORT", free_port()))
     values = dict(zip((*TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), map(str, (*ranks, host, port)), strict=True))
-    marked = (f"{'+' * (env.get(name) != value)}{name}={value}" for name, value in values.items())
-    os.environ.update(values | {SET_HERE: " ".join(marked)})
+    new = [f"{name}={value}" for name, value in values.items() if env.get(name) != value]
+    os.environ.update(values | {ADDED: " ".join(new)})
 
 
 def _read_ranks(names):
@@ -211,13 +212,11 @@ def _read_ranks(names):
 
 def _read_number(name, least=0, most=None):
     """Return a whole number from an environment variable, or raise LaunchError."""
-    text = _environment().get(name)
-    if text is None:
-        raise LaunchError(f"{name} is not set: expected the launcher to set it; {_command(name)}")
+    text = _environment().get(name, "(not set)")
     number = int(text) if re.fullmatch("[0-9]{1,18}", text) else -1
     if number < least or (most is not None and number > most):
         limits = f"of {least} or more" if most is None else f"from {least} to {most}"
-        raise LaunchError(f"{name}={text}: expected a whole number {limits}; {_command(name)}")
+        raise LaunchError(f"{name}={text}: expected a whole number {limits}; {COMMANDS[name.split('_')[0]]}")
     return number
 
 
@@ -225,13 +224,12 @@ def _check_nesting(launcher):
     """Raise LaunchError if the variables belong to this process's parent: one launcher inside another."""
     if multiprocessing.parent_process() and launcher in ("srun", "mpirun"):
         found = f"{launcher} has started a script that starts processes itself, and all would claim one rank"
-        raise LaunchError(f"{found}: expected one of the two; {COMMANDS[launcher]} {SCRIPT}, without spawning")
-    if launcher == "torchrun" and _started_by_torchrun() and SLURM[1] in os.environ:
+        raise LaunchError(f"{found}: expected one of the two; {COMMANDS[launcher]}, without spawning")
+    if launcher == "torchrun" and dist.is_torchelastic_launched() and SLURM[1] in os.environ:
         tasks, nodes = _read_number(SLURM[1], 1), _read_number("SLURM_STEP_NUM_NODES", 1)
         if tasks > nodes:
             found = f"{SLURM[1]}={tasks}: srun has started {tasks} tasks with a torchrun on {nodes} machine(s)"
-            fix = f"srun --ntasks={nodes} --ntasks-per-node=1 torchrun ... (or env -u {SLURM[1]} torchrun ...)"
-            raise LaunchError(f"{found}, expected one on each; {fix}")
+            raise LaunchError(f"{found}, expected one on each; srun --ntasks={nodes} --ntasks-per-node=1 torchrun ...")
         if nodes > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ["LOCAL_RANK"] == "0":
             log.warning("each of %d machines trains alone: for one run of all, torchrun --nnodes=%d", nodes, nodes)
 
@@ -241,21 +239,10 @@ def _check_one_process_per_machine():
     per_pod = os.environ.get("PET_NPROC_PER_NODE", "")  # PyTorchJob's nprocPerNode, by which it multiplies WORLD_SIZE
     each = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
     if each > 1:
-        found = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} without LOCAL_RANK count machines"
         fix = f"torchrun --nnodes={'$PET_NNODES' if per_pod else '$WORLD_SIZE'} --node-rank=$RANK --nproc-per-node="
         fix += f"{each} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT {SCRIPT}"
-        raise LaunchError(f"{found}, and this one should run {each} processes: expected torchrun to do so; {fix}")
-
-
-def _started_by_torchrun():  # and not by somebody who sets the same variables
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _command(name):
-    """Return the command that sets this environment variable as it should be."""
-    launcher = {"SLURM": "srun", "OMPI": "mpirun", "PMI": "mpirun", "MPI": "mpirun"}.get(name.split("_")[0], "torchrun")
-    command = f"{COMMANDS[launcher]} {SCRIPT}"
-    return command if name != "MASTER_PORT" else "export MASTER_PORT=29500 on all machines, or unset it"
+        found = f"RANK without LOCAL_RANK counts machines, and this one should run {each} processes"
+        raise LaunchError(f"{found}: expected torchrun; {fix}")
 
 
 def setup_device(local_rank, local_world_size):
@@ -271,12 +258,12 @@ def setup_device(local_rank, local_world_size):
     if dist.Backend.default_device_backend_map.get(kind, "gloo") == "gloo":
         return torch.device("cpu")
     count, visible = torch.accelerator.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    bound = count == 1 and (visible is not None or not _started_by_torchrun())  # torchrun itself binds none
+    bound = count == 1 and (visible or not dist.is_torchelastic_launched())  # torchrun itself binds none
     if local_world_size > count and not bound:
-        problem = f"{local_world_size} processes on this machine, {count} GPU(s) with CUDA_VISIBLE_DEVICES="
-        problem += "(not set)" if visible is None else visible
+        visible = "" if visible is None else f" in CUDA_VISIBLE_DEVICES={visible}"
+        found = f"{local_world_size} processes on this machine, {count} GPU(s){visible}"
         commands = f"torchrun --nproc-per-node={count}, srun --ntasks-per-node={count}, or mpirun -n {count}"
-        raise LaunchError(f"{problem}: expected a GPU for each; {commands}")
+        raise LaunchError(f"{found}: expected a GPU for each; {commands}")
     device = torch.device(kind, 0 if bound else local_rank)
     torch.accelerator.set_device_index(device.index)  # first, or every process would also take memory on GPU 0
     return device
@@ -284,7 +271,7 @@ def setup_device(local_rank, local_world_size):
 
 def cores_per_process(local_world_size):
     """Return how many cores each of the `local_world_size` processes on this machine may use."""
-    cores = cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_CPUS_ON_NODE"} <= os.environ.keys():
         tasks, granted = slurm_tasks_here(), _read_number("SLURM_CPUS_ON_NODE", 1)
         if cores * tasks > granted:  # the tasks are not bound to cores of their own
@@ -293,20 +280,15 @@ def cores_per_process(local_world_size):
     return max(1, cores // max(1, local_world_size))
 
 
-def cpu_count():
-    """Return how many cores this process may run on: a Slurm task often has fewer than the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
 def _address(launcher, ranks, port):
     """Return (host, port, job) of rank 0. `job` is the name of the job if the port is made from that."""
     env, job = _environment(), ""
     host = env.get("MASTER_ADDR") or ("127.0.0.1" if ranks[1] == ranks[3] and launcher != "srun" else None)
     if not host and launcher == "srun":
-        host, node = first_host(env.get("SLURM_STEP_NODELIST", "")), env.get("SLURM_NODEID")
-        if ranks[0] == 0 and node != "0":
-            problem = f"SLURM_NODEID={node} of rank 0: expected it on the first machine, {host}"
-            raise LaunchError(f"{problem}; leave out --distribution=arbitrary, or export MASTER_ADDR")
+        host = first_host(env.get("SLURM_STEP_NODELIST", ""))
+        if ranks[0] == 0 and env.get("SLURM_NODEID") != "0":
+            found = f"rank 0 is not on the first machine, {host}: expected --distribution=block or cyclic"
+            raise LaunchError(f"{found}; leave out --distribution=arbitrary, or export MASTER_ADDR")
     if not host:
         raise LaunchError("MASTER_ADDR is not set: expected rank 0's host name; export MASTER_ADDR on all machines")
     if "MASTER_PORT" in env:
@@ -323,7 +305,7 @@ def first_host(nodelist):
     """Return the first host of a Slurm node list: gpu-a[01-04,07]-ib,login -> gpu-a01-ib. LaunchError if it is none."""
     host = re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", nodelist).partition(",")[0]
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host):
-        raise LaunchError(f"SLURM_STEP_NODELIST={nodelist}: expected host names, as n[01-04,07]; {_command('SLURM')}")
+        raise LaunchError(f"SLURM_STEP_NODELIST={nodelist}: expected host names, as n[01-04,07]; {COMMANDS['SLURM']}")
     return host
 
 
@@ -332,7 +314,7 @@ def slurm_tasks_here():
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     parts = [re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([0-9]{1,5})\))?", part) for part in text.split(",")]
     if not all(parts):
-        raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text}: expected tasks per node, as 4(x2),1; {_command('SLURM')}")
+        raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text}: expected tasks per node, as 4(x2),1; {COMMANDS['SLURM']}")
     counts = [int(part[1]) for part in parts for _ in range(int(part[2] or 1))]
     return counts[_read_number("SLURM_NODEID", 0, len(counts) - 1)]
 
@@ -352,14 +334,15 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
     may not share a GPU if `device` is one. LaunchError: the host is unknown, the port taken, a rank missing after
     `timeout`, or a rank or a GPU claimed twice. (torch's own rendezvous does not name who is missing or there twice.)
     """
-    store, deadline = open_store(address, rank, world_size, timeout), time.monotonic() + timeout.total_seconds()
-    warn_at, where, verdict = time.monotonic() + WARN_AFTER, f"{address[0]}:{address[1]}", None
-    claims, me = [f"rank {rank}"], f"process {os.getpid()} on {socket.gethostname()}"
+    store, me = open_store(address, rank, world_size, timeout), f"process {os.getpid()} on {socket.gethostname()}"
+    where, deadline = f"{address[0]}:{address[1]}", time.monotonic() + timeout.total_seconds()
+    warn_at, claims = min(time.monotonic() + WARN_AFTER, deadline), [f"rank {rank}"]
     if device and device.type != "cpu":
         claims.append(f"GPU {torch.get_device_module(device).get_device_properties(device).uuid}")
     try:
         # The first rank to find a problem publishes it as the verdict; if there is none, the last to arrive says so.
         store.add(f"ranks on {socket.gethostname()}", 1)
+        verdict = None
         for claim in claims:
             if store.add(f"claims to {claim}", 1) == 1:
                 store.set(claim, me)
@@ -370,32 +353,22 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
             store.compare_set("verdict", "", verdict or "all here")
         while rank == 0 and not store.check(["verdict"]):
             time.sleep(0.02)
-            if time.monotonic() > min(warn_at, deadline):
+            if time.monotonic() > warn_at:
                 missing = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
-                names = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-                found = f"ranks {names} of {world_size} did not join at {where}: see on their machines whether they run"
-                if time.monotonic() > deadline:
-                    store.compare_set("verdict", "", found)
+                names = ", ".join(missing[:8] + ["..."] * (len(missing) > 8))
                 log.warning("rank 0 at %s is waiting for ranks %s of %d", where, names, world_size)
+                if time.monotonic() > deadline:
+                    found = f"ranks {names} of {world_size} did not join at {where}: see whether they run"
+                    store.compare_set("verdict", "", found)
                 warn_at = deadline
-        store.wait(["verdict"], timeout + datetime.timedelta(seconds=NETWORK_TIMEOUT))  # rank 0 gives up first
-        verdict, end = verdict or store.get("verdict").decode(), min(time.monotonic() + NETWORK_TIMEOUT, deadline) + 1
-        if verdict != "all here":
-            store.add("informed", 1)
-            while rank == 0 and store.add("informed", 0) < world_size and time.monotonic() < end:
-                time.sleep(0.1)  # the store ends with rank 0: let the others read the verdict first
-            raise LaunchError(verdict)
+        verdict = verdict or store.get("verdict").decode()
     except RuntimeError as error:
         raise LaunchError(f"lost rank 0, which kept the store at {where}: its own message says why") from error
+    if verdict != "all here":
+        time.sleep(2 if rank == 0 else 0)  # the store ends with rank 0: let the others read the verdict first
+        raise LaunchError(verdict)
+    store.set_timeout(timeout)
     return store
-
-
-def _look_up(host):
-    """Return None if the host name is known, else the error."""
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError as error:
-        return error
 
 
 def open_store(address, rank, world_size, timeout=TIMEOUT):
@@ -406,11 +379,15 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
     def connect():
         try:
             known_by = time.monotonic() + NETWORK_TIMEOUT  # in Kubernetes a host name may become known late
-            while (error := _look_up(host)) and (error.errno == socket.EAI_AGAIN or time.monotonic() < known_by):
+            while True:
+                try:
+                    socket.getaddrinfo(host, None)
+                    break
+                except socket.gaierror as error:
+                    if error.errno != socket.EAI_AGAIN and time.monotonic() > known_by:
+                        found = f"{host!r} does not resolve: expected the name or address of the machine of rank 0"
+                        raise LaunchError(f"{found}; export MASTER_ADDR=... on all machines") from None
                 time.sleep(0.5)
-            if error:
-                found = f"{host!r} does not resolve: expected the name or address of the machine of rank 0"
-                raise LaunchError(f"{found}; export MASTER_ADDR=... on all machines")
             # One connection per rank, as in torch itself: the store may look up the name of each, one after another.
             # No time limit of torch: it does not cover every wait, and prints C++ stacks at its end.
             options = {"is_master": rank == 0, "wait_for_workers": False, "timeout": datetime.timedelta(days=1)}
@@ -442,5 +419,5 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
     if found != job:
         found = f"the store of {found} answers at {where}: expected the store of {job}"
         raise LaunchError(f"{found}; end what has that port (ss -ltnp), or export another MASTER_PORT on all machines")
-    store.set_timeout(timeout)
+    store.set_timeout(timeout + datetime.timedelta(seconds=NETWORK_TIMEOUT))  # longer than rank 0 waits for the ranks
     return store

@@ -58,8 +58,13 @@ def torchrun(rank=1, world_size=4, **more):
     """What torchrun tells a worker of two machines with two processes each."""
     return {
         "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2,
-        "MASTER_ADDR": "node0", "MASTER_PORT": 29500, "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "node0", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "none",
     } | more  # fmt: skip
+
+
+def by_hand(rank=1, **more):
+    """The same variables, set by somebody else."""
+    return without(torchrun(rank, **more), "TORCHELASTIC_RUN_ID")
 
 
 def srun(rank=1, tasks=4, nodes="n[01-02]", **more):
@@ -88,8 +93,8 @@ MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 
         ({}, ("python", 0, 1, 0, 1, None)),
         (torchrun(), ("torchrun", 1, 4, 1, 2, None)),
         (torchrun(3) | srun(0, 2, SLURM_STEP_TASKS_PER_NODE="1(x2)"), ("torchrun", 3, 4, 1, 2, None)),
-        (torchrun(TORCHELASTIC_USE_AGENT_STORE=""), ("torchrun", 1, 4, 1, 2, ("node0", 29500, ""))),
-        (without(torchrun(TORCHELASTIC_USE_AGENT_STORE=""), "LOCAL_WORLD_SIZE"),
+        (by_hand(), ("torchrun", 1, 4, 1, 2, ("node0", 29500, ""))),
+        (without(by_hand(), "LOCAL_WORLD_SIZE"),
          ("torchrun", 1, 4, 1, None, ("node0", 29500, ""))),
         (srun(), ("srun", 1, 4, 1, 2, ("n01", 12112, "7.0"))),
         (srun(2), ("srun", 2, 4, 0, 2, ("n01", 12112, "7.0"))),
@@ -162,12 +167,12 @@ def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplo
         (torchrun(LOCAL_WORLD_SIZE=5), "LOCAL_WORLD_SIZE=5: expected a whole number from 1 to 4", "torchrun"),
         ({"RANK": 0}, "RANK set without WORLD_SIZE and LOCAL_RANK: expected all three, or none", "torchrun"),
         ({"WORLD_SIZE": 2, "LOCAL_RANK": 0}, "WORLD_SIZE and LOCAL_RANK set without RANK", "torchrun"),
-        (without(torchrun(TORCHELASTIC_USE_AGENT_STORE=""), "MASTER_ADDR"), "MASTER_ADDR is not set", "export"),
-        (torchrun(TORCHELASTIC_USE_AGENT_STORE="", MASTER_PORT="http"), "MASTER_PORT=http: expected", "unset"),
+        (without(by_hand(), "MASTER_ADDR"), "MASTER_ADDR is not set", "export"),
+        (by_hand(MASTER_PORT="http"), "MASTER_PORT=http: expected", "unset"),
         (srun(MASTER_PORT=70000), "MASTER_PORT=70000: expected a whole number from 1 to 65535", "unset"),
-        (without(srun(), "SLURM_PROCID"), "SLURM_PROCID is not set: expected the launcher", "srun --ntasks=2 python"),
-        (without(srun(), "SLURM_LOCALID"), "SLURM_LOCALID is not set: expected the launcher", "srun --ntasks"),
-        (without(srun(), "SLURM_JOB_ID"), "SLURM_JOB_ID is not set", "srun --ntasks"),
+        (without(srun(), "SLURM_PROCID"), "SLURM_PROCID=(not set): expected a whole number", "srun --ntasks=2 python"),
+        (without(srun(), "SLURM_LOCALID"), "SLURM_LOCALID=(not set): expected a whole number", "srun --ntasks"),
+        (without(srun(), "SLURM_JOB_ID"), "SLURM_JOB_ID=(not set): expected a whole number", "srun --ntasks"),
         (srun(SLURM_PROCID=4), "SLURM_PROCID=4: expected a whole number from 0 to 3", "srun --ntasks"),
         (srun(SLURM_STEP_NUM_TASKS="four"), "SLURM_STEP_NUM_TASKS=four: expected a whole number", "srun --ntasks"),
         (srun(SLURM_NODEID=2), "SLURM_NODEID=2: expected a whole number from 0 to 1", "srun --ntasks"),
@@ -175,11 +180,11 @@ def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplo
         (srun(SLURM_STEP_TASKS_PER_NODE="2(y2)"), "SLURM_STEP_TASKS_PER_NODE=2(y2): expected tasks", "srun"),
         (without(srun(), "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST=: expected host names", "srun --ntasks"),
         (srun(SLURM_STEP_NODELIST="$(touch x)"), "SLURM_STEP_NODELIST=$(touch x): expected host", "srun"),
-        (srun(0, SLURM_NODEID=1, SLURM_LOCALID=0), "SLURM_NODEID=1 of rank 0: expected it on the first machine, n01",
+        (srun(0, SLURM_NODEID=1, SLURM_LOCALID=0), "rank 0 is not on the first machine, n01: expected --distrib",
          "export MASTER_ADDR"),
         (mpirun(OMPI_COMM_WORLD_RANK=2), "OMPI_COMM_WORLD_RANK=2: expected a whole number from 0 to 1", "mpirun -n 2"),
         (mpirun(OMPI_COMM_WORLD_LOCAL_SIZE=1, OMPI_COMM_WORLD_LOCAL_RANK=0), "MASTER_ADDR is not set", "export"),
-        (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID is not set: expected the launcher", "mpirun -n 2 python"),
+        (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID=(not set): expected a whole number", "mpirun -n 2 python"),
         (NODES | {"RANK": 2}, "RANK=2: expected a whole number from 0 to 1", "torchrun"),
         (srun(0, 2, SLURM_STEP_NUM_NODES=1) | torchrun(), "SLURM_STEP_NUM_TASKS=2: srun has started 2 tasks with",
          "srun --ntasks=1 --ntasks-per-node=1 torchrun"),
@@ -203,8 +208,8 @@ def test_a_process_that_a_launched_script_spawned_does_not_take_its_parents_rank
         environment(**variables)
         with pytest.raises(LaunchError, match=f"{launcher} has started a script that starts processes itself"):
             setup_distributed()
-    for store in ("True", ""):  # torchrun itself spawns if it is given a function; others set variables for each
-        environment(**torchrun(TORCHELASTIC_USE_AGENT_STORE=store))
+    for variables in torchrun(), by_hand():  # torchrun itself spawns if it is given a function
+        environment(**variables)
         assert distributed.find_launcher(port=None)[:2] == ("torchrun", 1)
     environment()
     distributed.find_launcher(port=None)
@@ -265,7 +270,7 @@ def test_each_local_process_takes_the_gpu_of_its_local_rank(environment, gpus):
 
 
 def test_a_task_that_sees_one_gpu_takes_that_one_whatever_its_local_rank(environment, gpus):
-    for variables in (srun(3), torchrun(3), srun(3) | torchrun(3, TORCHELASTIC_USE_AGENT_STORE=""), mpirun()):
+    for variables in (srun(3), torchrun(3), srun(3) | by_hand(3), mpirun()):
         environment(**variables, CUDA_VISIBLE_DEVICES=3)
         gpus(1)
         assert setup_device(3, 4) == torch.device("cuda", 0)
@@ -282,7 +287,7 @@ def test_accelerators_with_a_backend_of_their_own_are_used_and_apples_is_not(env
 def test_more_processes_than_gpus_are_refused(environment, gpus, count):
     environment(**torchrun())
     gpus(count)
-    found = rf"3 processes on this machine, {count} GPU\(s\) with CUDA_VISIBLE_DEVICES=.not.*--nproc-per-node={count}"
+    found = rf"3 processes on this machine, {count} GPU\(s\): expected .*--nproc-per-node={count}"
     with pytest.raises(LaunchError, match=found):
         setup_device(0, 3)
 
@@ -292,7 +297,7 @@ def test_variables_that_count_machines_are_refused_where_a_machine_has_several_g
     gpus(8)
     with pytest.raises(LaunchError) as caught:
         setup_distributed()
-    assert "count machines, and this one should run 8 processes" in str(caught.value)
+    assert "counts machines, and this one should run 8 processes" in str(caught.value)
     assert "torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK --nproc-per-node=8" in str(caught.value)
 
 
@@ -328,7 +333,7 @@ def test_local_processes_share_the_cores_that_they_may_use(
     environment, monkeypatch, variables, affinity, local_world_size, cores
 ):
     environment(**variables)
-    monkeypatch.setattr(distributed, "cpu_count", lambda: affinity)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(affinity))
     assert distributed.cores_per_process(local_world_size) == cores
 
 

@@ -316,7 +316,7 @@ def test_records_on_the_way_to_a_chart_are_checked(tmp_path):
 
 def test_the_name_of_a_machine_is_that_of_its_device(monkeypatch):
     monkeypatch.setattr(experiments, "device_name", lambda device: "AMD EPYC (TM) 7-Core")
-    monkeypatch.setattr(experiments, "cpu_count", lambda: 4)
+    monkeypatch.setattr(experiments, "cores_per_process", lambda _: 4)
     monkeypatch.setattr(experiments, "pick_device", lambda: argparse.Namespace(type="cpu"))
     assert Machine.here()[:3] == ("cpu", 4, "amd-epyc-tm-7-core-4-cores")
     monkeypatch.setattr(experiments, "device_name", lambda device: "NVIDIA H200")

@@ -410,7 +410,7 @@ def test_a_port_that_is_taken_is_an_error_of_torch_and_a_hint_of_ours():
 
 @provokes(9)
 def test_more_processes_than_gpus_are_refused_by_name(environment, gpus, monkeypatch):  # noqa: F811
-    environment(TORCHELASTIC_USE_AGENT_STORE="True")
+    environment(TORCHELASTIC_RUN_ID="none")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus(1)
     return raised(lambda: setup_device(1, 2))

@@ -30,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.distributed import cpu_count
+from common.distributed import cores_per_process
 from common.errors import UserError, one_line_errors
 from common.flags import whole_number
 from common.report import device_name
@@ -175,7 +175,8 @@ class Machine(NamedTuple):
         """Return this machine. Its name is made from the device's name and the number of devices."""
         device = pick_device()
         if device.type == "cpu":
-            devices, count = cpu_count(), f"{cpu_count()} cores"
+            devices = cores_per_process(1)
+            count = f"{devices} cores"
         else:
             devices = torch.accelerator.device_count()
             count = f"x {devices}" if devices > 1 else ""

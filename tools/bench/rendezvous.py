@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from common.distributed import cpu_count, free_port, rendezvous, setup_distributed
+from common.distributed import cores_per_process, free_port, rendezvous, setup_distributed
 from common.report import device_name
 
 WHO = ("ours", "torch")
@@ -45,7 +45,7 @@ TIMEOUT = datetime.timedelta(minutes=5)
 def main(args):
     if args.inside:
         return measure(args)
-    env = {"device_name": device_name(torch.device("cpu")), "cores": cpu_count(), "torch": torch.__version__}
+    env = {"device_name": device_name(torch.device("cpu")), "cores": cores_per_process(1), "torch": torch.__version__}
     env |= {"python": platform.python_version()}
     print(f"{'names':6} {'what':10} {'ranks':>5} {'ours':>9} {'torch':>9} {'ours/torch':>10}")
     for names in args.names:
