@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 
 from common.data import build_datasets, build_loader, build_transforms
+from common.ddp_flags import parse_spawn_args
 from common.distributed import TIMEOUT, setup_device
 from common.errors import one_line_errors
-from common.flags import parse_spawn_args
 from common.models import build_model
 from common.report import Report, batch_totals
 from common.syncbn import convert_sync_batchnorm

@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 
 from common.data import build_datasets, build_loader, build_transforms
+from common.ddp_flags import parse_ddp_args
 from common.distributed import TIMEOUT, first_host, setup_device, slurm_tasks_here
 from common.errors import one_line_errors
-from common.flags import parse_ddp_args
 from common.models import build_model
 from common.report import Report, batch_totals
 from common.syncbn import convert_sync_batchnorm

@@ -2,7 +2,7 @@
 
 Small images are held in memory as one uint8 tensor, so a batch is one index operation. Crops, flips and normalization
 run on the device, on the whole batch at once but with random numbers of its own for each image. Photographs are
-decoded and cropped by loader processes.
+decoded and cropped by loader processes: see folder.py.
 """
 
 import os
@@ -12,17 +12,10 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock
 from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets import CIFAR10, MNIST, ImageFolder
-from torchvision.datasets.folder import default_loader
-from torchvision.transforms import v2
+from torchvision.datasets import CIFAR10, MNIST
 
 from common import shapes
 from common.errors import UserError, one_line
-
-SMALL_SIDE = 64  # pixels: images up to this size, all of one size, are held in memory
-SMALL_BYTES = 4 * 2**30  # unless they would take more than this
-CROP = 224  # pixels: the side of what the model sees of a photograph
-IMAGENET_STATS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # mean and deviation, on a scale of 0 to 255
 
 
 class MemoryImages(Dataset):
@@ -65,8 +58,11 @@ def build_datasets(args):
     Raises:
         UserError: the files are missing or damaged.
     """
-    build = {"shapes": _shapes, "cifar10": _torchvision, "mnist": _torchvision, "folder": _folder}
-    return build[args.dataset](args)
+    if args.dataset == "folder":
+        from common.folder import load_folder
+
+        return load_folder(args)
+    return _shapes(args) if args.dataset == "shapes" else _torchvision(args)
 
 
 def build_loader(dataset, args, sampler=None, *, train=False):
@@ -80,7 +76,7 @@ def build_loader(dataset, args, sampler=None, *, train=False):
         num_workers=workers,
         persistent_workers=train and workers > 0,
         pin_memory=torch.accelerator.is_available(),
-        collate_fn=identity_collate if dataset.in_memory else None,
+        collate_fn=tuple if dataset.in_memory else None,  # __getitems__ has made a batch already
         worker_init_fn=ignore_ctrl_c,
     )
 
@@ -92,8 +88,7 @@ def build_transforms(train_set, args, device):
         (augment, normalize): each takes uint8 (N, C, H, W) and returns float32 (N, C, H, W) with a mean of about 0 and
         a deviation of about 1. augment also crops and flips each image at random, unless --no-augment.
     """
-    stats = train_set.channel_stats() if train_set.in_memory else IMAGENET_STATS
-    mean, std = (torch.as_tensor(s).float().to(device)[:, None, None] for s in stats)
+    mean, std = (s.float().to(device)[:, None, None] for s in train_set.channel_stats())
     flip = 0.5 if args.dataset != "mnist" else 0  # Mirrored digits are no digits.
     padding = train_set.image_size[0] // 8 if train_set.in_memory else 0  # photographs are cropped when they are read
 
@@ -127,26 +122,12 @@ def crop_and_flip(images, padding, top, left, mirror):
     return torch.where(mirror[:, None, None, None], images.flip(3), images)
 
 
-def open_image(path):
-    """Open an image file as an RGB image of Pillow."""
-    try:
-        return default_loader(path)
-    except (OSError, SyntaxError, ValueError) as error:
-        reason = one_line(error)
-        raise UserError(f"{path} cannot be read as an image ({reason}); delete it or replace it") from None
-
-
-def identity_collate(batch):
-    """Return the batch as it is: __getitems__ has put it together already."""
-    return batch
-
-
 def ignore_ctrl_c(worker):
     """Leave Ctrl-C to the main process, which stops the loader processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _choose(n, limit):
+def choose(n, limit):
     """Choose which of n training images to use: all, or --limit of them from the whole set, always the same."""
     if limit is None or limit >= n:
         return torch.arange(n)
@@ -162,7 +143,7 @@ def _shapes(args):
             images[rows], targets[rows] = map(torch.from_numpy, drawn)
         return MemoryImages(images, targets, len(shapes.CLASSES))
 
-    return draw(0, _choose(50_000, args.limit)), draw(1, torch.arange(10_000))
+    return draw(0, choose(50_000, args.limit)), draw(1, torch.arange(10_000))
 
 
 def _torchvision(args):
@@ -184,51 +165,8 @@ def _torchvision(args):
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
         targets = torch.as_tensor(dataset.targets)
         if limit is not None:
-            chosen = _choose(len(images), limit)
+            chosen = choose(len(images), limit)
             images, targets = images[chosen], targets[chosen]
         return MemoryImages(images, targets, num_classes=10)
 
     return in_memory(train, args.limit), in_memory(test, None)
-
-
-def _folder(args):
-    folders = [os.path.join(args.data_dir, split) for split in ("train", "val", "test")]
-    if not os.path.isdir(folders[1]):
-        folders.remove(folders[1])
-    center = v2.Compose([v2.PILToTensor(), v2.Resize(CROP * 8 // 7), v2.CenterCrop(CROP)])
-    random = v2.Compose([v2.PILToTensor(), v2.RandomResizedCrop(CROP)]) if args.augment else center
-    try:
-        train, test = (ImageFolder(f, t, loader=open_image) for f, t in zip(folders, (random, center), strict=False))
-    except FileNotFoundError as error:  # names the folder that is missing, or the class that has no images
-        expected = "expected train/CLASS/*.jpg and val/CLASS/*.jpg (or test/)"
-        raise UserError(f"--data-dir {args.data_dir}: {one_line(error)}; {expected}") from None
-    differences = sorted(set(train.classes) ^ set(test.classes))
-    if differences or len(train.classes) < 2:
-        problem = f"only one of them has the class {differences[0]}" if differences else "they have 1 class"
-        raise UserError(f"{train.root} and {test.root}: {problem}; expected the same classes in both, 2 or more")
-    train.samples = [train.samples[k] for k in _choose(len(train), args.limit)]
-
-    images = _load_small(train)
-    test_images = None if images is None else _load_small(test)
-    if test_images is not None and images.shape[1:] == test_images.shape[1:]:
-        sets = zip((images, test_images), (train, test), strict=True)
-        return tuple(MemoryImages(i, torch.tensor([t for _, t in s.samples]), len(s.classes)) for i, s in sets)
-    for dataset in (train, test):
-        dataset.in_memory, dataset.channels, dataset.image_size = False, 3, (CROP, CROP)
-        dataset.num_classes = len(dataset.classes)
-    return train, test
-
-
-def _load_small(folder):
-    """Read all images as one uint8 tensor (N, 3, H, W); None if they are not small or not all of one size."""
-    images = None
-    for k, (path, _) in enumerate(folder.samples):
-        image = v2.functional.pil_to_tensor(open_image(path))
-        if images is None:
-            if max(image.shape) > SMALL_SIDE or len(folder) * image.numel() > SMALL_BYTES:
-                return None
-            images = torch.empty(len(folder), *image.shape, dtype=torch.uint8)
-        if image.shape != images[k].shape:
-            return None
-        images[k] = image
-    return images

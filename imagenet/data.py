@@ -197,7 +197,7 @@ def build_loader(dataset, batches, workers, local_world_size):
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
-        collate_fn=identity_collate,
+        collate_fn=tuple,  # __getitems__ has made a batch already
         worker_init_fn=_ignore_signals,
     )
 
@@ -277,11 +277,6 @@ class DamagedImages:
                 f"{len(self.known)} of {len(self.dataset)} images are damaged, for example "
                 f"{self.dataset.paths[min(self.known)]}: expected at most {MAX_DAMAGED:.0%}; delete or replace them"
             )
-
-
-def identity_collate(batch):
-    """Return the batch as it is: __getitems__ has put it together already."""
-    return batch
 
 
 def _ignore_signals(worker):

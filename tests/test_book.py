@@ -178,6 +178,7 @@ def known_flags(folder):
     ours = [
         *ALL_SCRIPTS,
         "common/flags.py",
+        "common/ddp_flags.py",
         "imagenet/flags.py",
         *(p.relative_to(ROOT) for name in ("tools", "launch") for p in ROOT.glob(f"{name}/**/*.py")),
     ]

@@ -21,7 +21,7 @@ from conftest import ROOT, SCRIPTS, flags, write_images
 from PIL import Image
 from torchvision.transforms import functional as F
 
-from common import data
+from common import data, folder
 from common.errors import UserError
 
 CPU = torch.device("cpu")
@@ -218,7 +218,7 @@ def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind):
     levels = np.arange(30 * 40).reshape(30, 40) * 255 // 1199
     Image.fromarray(levels.astype(np.uint8)).convert(mode[kind.split(".")[0]]).save(path)
     expected = torch.from_numpy(levels.astype(np.int32))
-    image = F.pil_to_tensor(data.open_image(str(path)))
+    image = F.pil_to_tensor(folder.open_image(str(path)))
     assert image.shape == (3, 30, 40) and image.dtype == torch.uint8
     assert (image.int() - expected).abs().max() <= (16 if kind == "print.jpg" else 1)
 

@@ -29,8 +29,8 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 from torchvision.transforms import v2
 
+from common.ddp_flags import parse_spawn_args
 from common.distributed import find_launcher, free_port, rendezvous, setup_device, setup_distributed
-from common.flags import parse_spawn_args
 from imagenet.elastic import check_restarts
 from tools.lab import hosts as hosts_module
 

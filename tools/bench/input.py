@@ -33,7 +33,7 @@ from torchvision import transforms as T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.data import IMAGENET_STATS, build_datasets, build_loader, build_transforms
+from common.data import build_datasets, build_loader, build_transforms
 from common.errors import UserError, one_line_errors
 from common.report import environment, synchronize, warmup_steps
 from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, spread, write
@@ -200,7 +200,7 @@ def classic_files(args, train_set):
 
 
 def classic_transform(args, train_set):
-    stats = train_set.channel_stats() if train_set.in_memory else map(torch.tensor, IMAGENET_STATS)
+    stats = train_set.channel_stats()
     mean, std = ((s / 255).tolist() for s in stats)
     size = train_set.image_size
     crop = T.RandomCrop(size, padding=size[0] // 8) if train_set.in_memory else T.RandomResizedCrop(size)
