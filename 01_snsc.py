@@ -55,7 +55,7 @@ def main(args):
             loss.backward()
             optimizer.step()
             scheduler.step()
-            totals += batch_totals(loss, outputs, targets)  # on the device: no step waits for it
+            totals += batch_totals(loss, outputs, targets)  # the CPU does not wait for these
             if report.due(step):
                 report.show_step(step, totals)
                 totals.zero_()

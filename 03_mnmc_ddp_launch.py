@@ -1,8 +1,8 @@
 """03: one process per GPU, started by torchrun.
 
-Adds DistributedDataParallel to 01. Each process trains a copy of the model on its own images.
-Gradients are averaged in the backward pass, so the copies stay identical. On one machine, and on
-two (host1 is the first one; on the other one --node-rank is 1):
+Adds DistributedDataParallel to 01. Each process, called a rank, trains a copy of the model on its
+own images. The copies start equal, and the backward pass averages the gradients of all ranks, so
+they stay equal. On one machine, and on two (host1 is the first; the other has --node-rank=1):
 
     torchrun --nproc-per-node=2 03_mnmc_ddp_launch.py
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=host1 03_mnmc_ddp_launch.py
@@ -32,9 +32,9 @@ def main(args):
     # 0. set up
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    device = setup_device(local_rank, local_size)  # GPU local_rank, or a share of the cores
+    device = setup_device(local_rank, local_size)  # GPU number local_rank, or the CPU
     backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
-    dist.init_process_group(backend, timeout=TIMEOUT, device_id=device.index)  # at MASTER_ADDR
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=device.index)  # waits for all ranks
     report = Report(args, device, local_size)  # prints and keeps time, nothing else
     train_set, test_set = build_datasets(args)
 
@@ -72,7 +72,7 @@ def main(args):
             loss.backward()
             optimizer.step()
             scheduler.step()
-            totals += batch_totals(loss, outputs, targets)  # on the device: no step waits for it
+            totals += batch_totals(loss, outputs, targets)  # the CPU does not wait for these
             if report.due(step):
                 dist.all_reduce(totals)  # the sum over all ranks
                 report.show_step(step, totals)
@@ -80,7 +80,7 @@ def main(args):
 
         model.eval()
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # each rank has batch norm statistics of its own images
+            dist.broadcast(buffer, src=0)  # the last step changed each rank's batch norm statistics
         correct = torch.zeros((), dtype=torch.int64, device=device)
         with torch.no_grad():
             for batch in test_loader:

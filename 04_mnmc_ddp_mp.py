@@ -31,7 +31,7 @@ def main(local_rank, args):
     # 0. set up
     local_size, world_size = args.nproc_per_node, args.nodes * args.nproc_per_node
     rank = args.node_rank * args.nproc_per_node + local_rank
-    device = setup_device(local_rank, local_size)  # GPU local_rank, or a share of the cores
+    device = setup_device(local_rank, local_size)  # GPU number local_rank, or the CPU
     backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
     group = {"rank": rank, "world_size": world_size, "device_id": device.index, "timeout": TIMEOUT}
     dist.init_process_group(backend, init_method=args.dist_url, **group)
@@ -72,7 +72,7 @@ def main(local_rank, args):
             loss.backward()
             optimizer.step()
             scheduler.step()
-            totals += batch_totals(loss, outputs, targets)  # on the device: no step waits for it
+            totals += batch_totals(loss, outputs, targets)  # the CPU does not wait for these
             if report.due(step):
                 dist.all_reduce(totals)  # the sum over all ranks
                 report.show_step(step, totals)
@@ -80,7 +80,7 @@ def main(local_rank, args):
 
         model.eval()
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # each rank has batch norm statistics of its own images
+            dist.broadcast(buffer, src=0)  # the last step changed each rank's batch norm statistics
         correct = torch.zeros((), dtype=torch.int64, device=device)
         with torch.no_grad():
             for batch in test_loader:

@@ -35,7 +35,7 @@ def main(args):
     # Rank 0 runs on the first machine of the step. Jobs that share a machine get different ports.
     os.environ.setdefault("MASTER_ADDR", first_host(os.environ["SLURM_STEP_NODELIST"]))
     os.environ.setdefault("MASTER_PORT", str(12000 + int(os.environ["SLURM_JOB_ID"]) % 20000))
-    device = setup_device(local_rank, local_size)  # GPU local_rank, or a share of the cores
+    device = setup_device(local_rank, local_size)  # GPU number local_rank, or the CPU
     backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
     group = {"rank": rank, "world_size": world_size, "device_id": device.index, "timeout": TIMEOUT}
     dist.init_process_group(backend, **group)  # at MASTER_ADDR:MASTER_PORT
@@ -76,7 +76,7 @@ def main(args):
             loss.backward()
             optimizer.step()
             scheduler.step()
-            totals += batch_totals(loss, outputs, targets)  # on the device: no step waits for it
+            totals += batch_totals(loss, outputs, targets)  # the CPU does not wait for these
             if report.due(step):
                 dist.all_reduce(totals)  # the sum over all ranks
                 report.show_step(step, totals)
@@ -84,7 +84,7 @@ def main(args):
 
         model.eval()
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # each rank has batch norm statistics of its own images
+            dist.broadcast(buffer, src=0)  # the last step changed each rank's batch norm statistics
         correct = torch.zeros((), dtype=torch.int64, device=device)
         with torch.no_grad():
             for batch in test_loader:

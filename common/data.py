@@ -37,10 +37,11 @@ class MemoryImages(Dataset):
         return len(self.targets)
 
     def __getitems__(self, indices):
+        """Return a whole batch. The DataLoader calls this instead of __getitem__."""
         return self.images[indices], self.targets[indices]
 
     def channel_stats(self):
-        """Return mean and standard deviation of each channel, (C,) each, on a scale of 0 to 255; exact."""
+        """Return mean and standard deviation of each channel, (C,) each, on a scale of 0 to 255."""
         levels = torch.arange(256, dtype=torch.float64)
         counts = torch.zeros(self.channels, 256, dtype=torch.float64)
         for part in self.images.split(1000):  # in parts, because flatten copies
@@ -53,7 +54,7 @@ class MemoryImages(Dataset):
 def build_datasets(args):
     """Load the training set and the test set of --dataset.
 
-    Both have the attributes in_memory, channels, image_size (height, width) and num_classes.
+    Both have the attributes in_memory, channels, image_size (height, width) and num_classes, and channel_stats().
 
     Raises:
         UserError: the files are missing or damaged.
@@ -66,7 +67,16 @@ def build_datasets(args):
 
 
 def build_loader(dataset, args, sampler=None, *, train=False):
-    """Build the DataLoader of uint8 batches, in the order of the sampler or else of the dataset."""
+    """Build the DataLoader of uint8 batches.
+
+    Args:
+        sampler: an iterable of indices with a length. None: all images, in the order of the dataset.
+
+    Raises:
+        UserError: there are fewer than two images to train on.
+    """
+    if train and len(sampler) < 2:
+        raise UserError(f"{len(sampler)} training image per process: expected 2 or more; raise --limit")
     workers = 0 if dataset.in_memory else args.workers
     return DataLoader(
         dataset,
@@ -128,7 +138,7 @@ def ignore_ctrl_c(worker):
 
 
 def choose(n, limit):
-    """Choose which of n training images to use: all, or --limit of them from the whole set, always the same."""
+    """Return sorted indices: all n, or `limit` of them chosen at random. Every run chooses the same ones."""
     if limit is None or limit >= n:
         return torch.arange(n)
     return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:limit].sort().values
@@ -156,8 +166,8 @@ def _torchvision(args):
         train, test = (build(args.data_dir, train) for train in (True, False))
     except (RuntimeError, OSError, ValueError, AssertionError, LookupError, EOFError) as error:
         raise UserError(
-            f"cannot read {name} in {args.data_dir} ({one_line(error)}): delete the files and add --download, or use "
-            f"--dataset shapes, which needs no files"
+            f"cannot read {name} in {args.data_dir} ({one_line(error)}): add --download, and first delete the files if "
+            f"they are damaged, or use --dataset shapes, which needs no files"
         ) from None
 
     def in_memory(dataset, limit):

@@ -45,13 +45,13 @@ import zlib
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: its functions keep the process group if DDP imports them while there is one
+import torch.distributed.nn  # DDP imports it too; imported while a process group is open, it would keep the group alive
 
 TIMEOUT = datetime.timedelta(minutes=5)  # how long to wait for a missing rank, at startup and in every collective
 NETWORK_TIMEOUT = 10  # seconds until a host name that nobody knows is an error
 WARN_AFTER = 15  # seconds of waiting for other ranks
 PORTS = range(12000, 32000)  # for jobs that choose none; Linux gives ports above 32768 to outgoing connections
-ADDED = "SETUP_DISTRIBUTED_SET"  # the variable that remembers which others setup_distributed() has added
+ADDED = "SETUP_DISTRIBUTED_SET"  # this variable lists the others that setup_distributed() has added
 
 # Each launcher's names for rank, world size, local rank and local world size, and commands that set such names.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 
 class LaunchError(ValueError):
-    """The processes were started in a way that cannot work. The message is one line and says which way does."""
+    """The processes were started in a way that cannot work. The message is one line and names a command that works."""
 
     one_line = True
 
@@ -95,25 +95,23 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
     processes were started in a way that cannot work.
     """
     if dist.is_initialized():
-        raise LaunchError("setup_distributed() was called twice: call it once, or destroy the process group in between")
+        raise LaunchError("setup_distributed() was called twice: expected one call; pass its result on")
     launcher, rank, world_size, local_rank, local_world_size, address = find_launcher(port)
     device = setup_device(local_rank, local_world_size or local_rank + 1)
     if backend == "nccl" and device.type != "cuda":
         raise LaunchError("backend='nccl' needs GPUs and this process sees none: leave it out, or say backend='gloo'")
     backend = backend or dist.get_default_backend_for_device(device)
-    options = {"backend": backend, "timeout": timeout}
-    if device.type != "cpu" and backend != "gloo":
-        options["device_id"] = device  # connect now: errors are harder to read in the first collective
-    if world_size == 1:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    elif address:
+    # Connect NCCL now: its errors are harder to read in the first collective.
+    device_id = device if device.type != "cpu" and backend != "gloo" else None
+    store = dist.HashStore() if world_size == 1 else None  # None: the store of torchrun
+    if address:
         store = rendezvous(address, rank, world_size, timeout, device)
-        options |= {"store": store, "rank": rank, "world_size": world_size}
         if local_world_size is None:
             local_world_size = store.add(f"ranks on {socket.gethostname()}", 0)
             setup_device(local_rank, local_world_size)  # again, now that the number of processes here is known
     _set_variables((rank, world_size, local_rank, local_world_size), address)
-    dist.init_process_group(**options)  # under torchrun, with torchrun's own store
+    group = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout, "device_id": device_id}
+    dist.init_process_group(backend=backend, **group)
     return Distributed(rank, local_rank, world_size, local_world_size, device, backend, launcher)
 
 
@@ -152,8 +150,9 @@ def sum_over_ranks(tensor):
 def find_launcher(port=None):
     """Return (launcher, rank, world_size, local_rank, local_world_size, address).
 
-    `port` is where rank 0 listens, unless MASTER_PORT is set. The local world size is None if unknown, the address if
-    there is only one rank or torchrun keeps the store. LaunchError: variables are missing, wrong, or the parent's.
+    `port` is where rank 0 listens, unless MASTER_PORT is set. The local world size is None if unknown, and the address
+    is None if no rendezvous is needed: one rank, or torchrun's store. LaunchError: variables are missing or wrong, or
+    were set for the parent process.
     """
     env = _environment()
     given = [name for name in TORCHRUN[:3] if name in env]
@@ -167,7 +166,6 @@ def find_launcher(port=None):
     elif given == ["RANK", "WORLD_SIZE"]:
         n = _read_number("WORLD_SIZE", 1)
         launcher, ranks = "nodes", (_read_number("RANK", 0, n - 1), n, 0, 1)
-        _check_one_process_per_machine()
     elif given:
         missing = " and ".join(name for name in TORCHRUN[:3] if name not in env)
         found = f"{' and '.join(given)} set without {missing}"
@@ -178,9 +176,9 @@ def find_launcher(port=None):
             log.warning("running as one process: the process that spawned this one has not set RANK and the like")
         if env.get("SLURM_NTASKS", "1") != "1":
             log.warning("running as one process, though SLURM_NTASKS=%s: srun python %s", env["SLURM_NTASKS"], SCRIPT)
-    _check_nesting(launcher)
-    has_store = ranks[1] == 1 or (launcher == "torchrun" and dist.is_torchelastic_launched())
-    return launcher, *ranks, None if has_store else _address(launcher, ranks, port)
+    _check_processes(launcher)
+    needs_none = ranks[1] == 1 or (launcher == "torchrun" and dist.is_torchelastic_launched())
+    return launcher, *ranks, None if needs_none else _address(launcher, ranks, port)
 
 
 def _environment():
@@ -202,7 +200,8 @@ def _set_variables(ranks, address):
 
 def _read_ranks(names):
     """Return (rank, world size, local rank, local world size) from these variables. The last is None if unknown."""
-    n, here = _read_number(names[1], 1), None
+    n = _read_number(names[1], 1)
+    here = 1 if n == 1 else None
     if names == SLURM:
         here = slurm_tasks_here()
     elif names != TORCHRUN or names[3] in _environment():  # people who set torchrun's variables by hand forget this one
@@ -220,8 +219,8 @@ def _read_number(name, least=0, most=None):
     return number
 
 
-def _check_nesting(launcher):
-    """Raise LaunchError if the variables belong to this process's parent: one launcher inside another."""
+def _check_processes(launcher):
+    """Raise LaunchError if several processes would claim one rank, or processes are missing."""
     if multiprocessing.parent_process() and launcher in ("srun", "mpirun"):
         found = f"{launcher} has started a script that starts processes itself, and all would claim one rank"
         raise LaunchError(f"{found}: expected one of the two; {COMMANDS[launcher]}, without spawning")
@@ -232,16 +231,12 @@ def _check_nesting(launcher):
             raise LaunchError(f"{found}, expected one on each; srun --ntasks={nodes} --ntasks-per-node=1 torchrun ...")
         if nodes > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ["LOCAL_RANK"] == "0":
             log.warning("each of %d machines trains alone: for one run of all, torchrun --nnodes=%d", nodes, nodes)
-
-
-def _check_one_process_per_machine():
-    """Raise LaunchError if RANK counts machines but this machine should run several processes."""
-    per_pod = os.environ.get("PET_NPROC_PER_NODE", "")  # PyTorchJob's nprocPerNode, by which it multiplies WORLD_SIZE
+    per_pod = os.environ.get("PET_NPROC_PER_NODE", "")  # nprocPerNode of PyTorchJob; its WORLD_SIZE counts processes
     each = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
-    if each > 1:
+    if launcher == "nodes" and each > 1:
+        found = f"RANK without LOCAL_RANK counts machines, and this one should run {each} processes"
         fix = f"torchrun --nnodes={'$PET_NNODES' if per_pod else '$WORLD_SIZE'} --node-rank=$RANK --nproc-per-node="
         fix += f"{each} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT {SCRIPT}"
-        found = f"RANK without LOCAL_RANK counts machines, and this one should run {each} processes"
         raise LaunchError(f"{found}: expected torchrun; {fix}")
 
 
@@ -249,8 +244,8 @@ def setup_device(local_rank, local_world_size):
     """Set the number of threads, and return this process's GPU, made the current one, or else the CPU.
 
     A process that sees one GPU takes it whatever its local rank: Slurm, for one, can bind a GPU to each task. Other
-    accelerators with a backend of their own are treated like GPUs; that has not been tried. Apple's mps has none and is
-    not used. Threads share the cores, unless OMP_NUM_THREADS is set. LaunchError: there are more processes than GPUs.
+    accelerators with a backend of their own are treated like GPUs; that has not been tried. Apple's mps has no backend,
+    so the CPU is used. Threads share the cores, unless OMP_NUM_THREADS is set. LaunchError: more processes than GPUs.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_process(local_world_size))
@@ -258,13 +253,13 @@ def setup_device(local_rank, local_world_size):
     if dist.Backend.default_device_backend_map.get(kind, "gloo") == "gloo":
         return torch.device("cpu")
     count, visible = torch.accelerator.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    bound = count == 1 and (visible or not dist.is_torchelastic_launched())  # torchrun itself binds none
-    if local_world_size > count and not bound:
+    has_own_gpu = count == 1 and (visible or not dist.is_torchelastic_launched())  # torchrun assigns none
+    if local_world_size > count and not has_own_gpu:
         visible = "" if visible is None else f" in CUDA_VISIBLE_DEVICES={visible}"
         found = f"{local_world_size} processes on this machine, {count} GPU(s){visible}"
         commands = f"torchrun --nproc-per-node={count}, srun --ntasks-per-node={count}, or mpirun -n {count}"
         raise LaunchError(f"{found}: expected a GPU for each; {commands}")
-    device = torch.device(kind, 0 if bound else local_rank)
+    device = torch.device(kind, 0 if has_own_gpu else local_rank)
     torch.accelerator.set_device_index(device.index)  # first, or every process would also take memory on GPU 0
     return device
 
@@ -281,8 +276,8 @@ def cores_per_process(local_world_size):
 
 
 def _address(launcher, ranks, port):
-    """Return (host, port, job) of rank 0. `job` is the name of the job if the port is made from that."""
-    env, job = _environment(), ""
+    """Return (host, port, job) of rank 0. `job` is the name of the job, if its launcher gives it one, else ""."""
+    env = _environment()
     host = env.get("MASTER_ADDR") or ("127.0.0.1" if ranks[1] == ranks[3] and launcher != "srun" else None)
     if not host and launcher == "srun":
         host = first_host(env.get("SLURM_STEP_NODELIST", ""))
@@ -290,15 +285,13 @@ def _address(launcher, ranks, port):
             found = f"rank 0 is not on the first machine, {host}: expected --distribution=block or cyclic"
             raise LaunchError(f"{found}; leave out --distribution=arbitrary, or export MASTER_ADDR")
     if not host:
-        raise LaunchError("MASTER_ADDR is not set: expected rank 0's host name; export MASTER_ADDR on all machines")
-    if "MASTER_PORT" in env:
-        port = _read_number("MASTER_PORT", 1, 65535)
-    elif not port and launcher == "srun":
+        fix = "export MASTER_ADDR=... on all machines" if launcher != "mpirun" else "mpirun -x MASTER_ADDR=..."
+        raise LaunchError(f"MASTER_ADDR is not set: expected rank 0's host name; {fix}")
+    job = env.get("PMIX_NAMESPACE", "")  # of Open MPI
+    if launcher == "srun":
         job = f"{_read_number('SLURM_JOB_ID')}.{_read_number('SLURM_STEP_ID')}"
-        port = PORTS[(16 * int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % len(PORTS)]
-    elif not port and (job := env.get("PMIX_NAMESPACE", "")):  # Open MPI's name of the job
-        port = PORTS[zlib.crc32(job.encode()) % len(PORTS)]
-    return host, port or 29500, job
+    default = port or (PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500)
+    return host, _read_number("MASTER_PORT", 1, 65535) if "MASTER_PORT" in env else default, job
 
 
 def first_host(nodelist):
@@ -330,9 +323,9 @@ def free_port():
 def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
     """Wait until every rank has joined, exactly once, at a store that rank 0 keeps, and return the store.
 
-    The address is (host, port, job) of rank 0, where `job` tells jobs apart that may use the same port, or is "". Ranks
-    may not share a GPU if `device` is one. LaunchError: the host is unknown, the port taken, a rank missing after
-    `timeout`, or a rank or a GPU claimed twice. (torch's own rendezvous does not name who is missing or there twice.)
+    The address is (host, port, job) of rank 0. A rank refuses the store of another job. If `device` is a GPU, no two
+    ranks may share it. LaunchError: the host is unknown, the port taken, a rank missing after `timeout`, or a rank or a
+    GPU claimed twice. (torch's own rendezvous does not name missing or duplicate ranks.)
     """
     store, me = open_store(address, rank, world_size, timeout), f"process {os.getpid()} on {socket.gethostname()}"
     where, deadline = f"{address[0]}:{address[1]}", time.monotonic() + timeout.total_seconds()
@@ -347,8 +340,10 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
             if store.add(f"claims to {claim}", 1) == 1:
                 store.set(claim, me)
             else:
-                verdict = f"{claim} is there twice, as {store.get(claim).decode()} and as {me}: expected each once; "
-                verdict += "give every machine its own node rank, every process a GPU, and launch once per machine"
+                verdict = (
+                    f"{claim} is claimed twice, by {store.get(claim).decode()} and {me}: expected one process; give "
+                )
+                verdict += "each process its own rank and GPU, each machine its own node rank, and launch once"
         if verdict or store.add("ranks", 1) == world_size:
             store.compare_set("verdict", "", verdict or "all here")
         while rank == 0 and not store.check(["verdict"]):
@@ -358,8 +353,8 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
                 names = ", ".join(missing[:8] + ["..."] * (len(missing) > 8))
                 log.warning("rank 0 at %s is waiting for ranks %s of %d", where, names, world_size)
                 if time.monotonic() > deadline:
-                    found = f"ranks {names} of {world_size} did not join at {where}: see whether they run"
-                    store.compare_set("verdict", "", found)
+                    found = f"ranks {names} of {world_size} did not join rank 0 on {socket.gethostname()} at {where}"
+                    store.compare_set("verdict", "", f"{found}: expected all within {timeout}; see whether they run")
                 warn_at = deadline
         verdict = verdict or store.get("verdict").decode()
     except RuntimeError as error:
@@ -378,7 +373,8 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
 
     def connect():
         try:
-            known_by = time.monotonic() + NETWORK_TIMEOUT  # in Kubernetes a host name may become known late
+            is_pod = "KUBERNETES_SERVICE_HOST" in os.environ  # where the name of a pod becomes known when it starts
+            known_by = end if is_pod else time.monotonic() + NETWORK_TIMEOUT
             while True:
                 try:
                     socket.getaddrinfo(host, None)
@@ -388,7 +384,7 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
                         found = f"{host!r} does not resolve: expected the name or address of the machine of rank 0"
                         raise LaunchError(f"{found}; export MASTER_ADDR=... on all machines") from None
                 time.sleep(0.5)
-            # One connection per rank, as in torch itself: the store may look up the name of each, one after another.
+            # Each rank opens one connection, as in torch itself: the store may do a slow name look-up for each.
             # No time limit of torch: it does not cover every wait, and prints C++ stacks at its end.
             options = {"is_master": rank == 0, "wait_for_workers": False, "timeout": datetime.timedelta(days=1)}
             store = dist.TCPStore("127.0.0.1" if rank == 0 else host, port, **options)
@@ -412,10 +408,13 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
         found = f"rank {rank} could not reach rank 0 at {where} ({reason}): expected rank 0 there, and no firewall"
         raise LaunchError(f"{found}; see whether it runs, and what MASTER_ADDR and MASTER_PORT say there") from None
     except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
+        if rank > 0:
             raise
-        found = f"port {port} of this machine is taken, by another job, a left-over process (ss -ltnp) or a second"
-        raise LaunchError(f"{found} rank 0; on all machines export MASTER_PORT={free_port()}") from None
+        reason = f"cannot be used ({' '.join(str(error).split())})"
+        if "EADDRINUSE" in str(error):
+            reason = "is taken, by another job, a left-over process (ss -ltnp) or a second rank 0"
+        found = f"port {port} of this machine {reason}: expected a free port"
+        raise LaunchError(f"{found}; on all machines export MASTER_PORT={free_port()}") from None
     if found != job:
         found = f"the store of {found} answers at {where}: expected the store of {job}"
         raise LaunchError(f"{found}; end what has that port (ss -ltnp), or export another MASTER_PORT on all machines")

@@ -21,7 +21,7 @@ class UserError(Exception):
 def one_line_errors():
     """Report a user's mistake in one line, with exit code 2.
 
-    Ctrl-C (exit code 130) and the loss of another rank (1) are one line too. Other errors keep their traceback.
+    Ctrl-C (exit code 130) and the failure of another rank (1) are one line too. Other errors keep their traceback.
     """
     try:
         yield
@@ -39,7 +39,8 @@ def one_line_errors():
             traceback.print_exc()
         if has_peers:  # a normal exit could wait for ranks that wait for this one
             _exit_now(message and f"error: {message}", code)
-        sys.exit(_print(f"error: {message}") or code)
+        _print(f"error: {message}")
+        sys.exit(code)
 
 
 def explain(error):

@@ -1,4 +1,4 @@
-"""The flags of 01 and 02, which 03 to 05 have too, checked before anything is loaded."""
+"""The flags of 01 and 02, which 03 to 05 have too."""
 
 import argparse
 import contextlib
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_args(doc):
-    """Parse the flags of 01 and 02, whose docstring is `doc`."""
+    """Parse the flags of 01 and 02. --help prints `doc`, the docstring of the script."""
     return shared_flags(doc).parse_args()
 
 
@@ -37,16 +37,21 @@ def shared_flags(doc):
     parser = Parser(doc)
     add = parser.add_argument
     datasets = ("shapes", "cifar10", "mnist", "folder")
-    add("--dataset", choices=datasets, default="shapes", help="folder: train/CLASS/*.jpg and val/CLASS/*.jpg")
-    add("--data-dir", default="data", metavar="DIR", help="folder of the dataset's files")
+    add("--dataset", choices=datasets, default="shapes", help="shapes needs no files; folder is for your own images")
+    add(
+        "--data-dir",
+        default="data",
+        metavar="DIR",
+        help="the dataset's files, or train/CLASS/*.jpg and val/CLASS/*.jpg",
+    )
     add("--download", action="store_true", help="download cifar10 or mnist into --data-dir if missing")
     add("--epochs", type=whole_number(1), default=5, metavar="N", help="passes over the training images")
     add("--batch-size", type=whole_number(2), default=256, metavar="N", help="images per process and training step")
-    add("--lr", type=number(above=0), default=0.01, metavar="X", help="learning rate for a global batch of 256 images")
-    add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr * global batch / 256")
-    add("--warmup-epochs", type=number(), default=0, metavar="N", help="epochs until the learning rate is reached")
+    add("--lr", type=number(above=0), default=0.01, metavar="X", help="learning rate, before --lr-scaling")
+    add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr * images per step / 256")
+    add("--warmup-epochs", type=number(), default=0, metavar="N", help="epochs in which the learning rate rises")
     workers = min(4, os.cpu_count() or 1)
-    add("--workers", type=whole_number(0), default=workers, metavar="N", help="loader processes for photographs")
+    add("--workers", type=whole_number(0), default=workers, metavar="N", help="loader processes, for photographs only")
     add("--arch", default="resnet18", metavar="NAME", help="a torchvision model, mnist_net or small_net")
     add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
     add("--seed", type=whole_number(0, 2**32), default=0, metavar="N", help="for weights, order and augmentation")

@@ -64,8 +64,8 @@ class MnistNet(nn.Module):
 class SmallNet(nn.Sequential):
     """Five convolutions with batch norm, 0.25 million weights: fast enough on a CPU for many experiments.
 
-    Each convolution halves the image, so a 32x32 image ends as one value per channel. The last batch norms then see one
-    value per image, so a small batch hurts them first, as in large models.
+    Each convolution halves the image, so a 32x32 image ends as one value per channel. The last batch norm then sees one
+    value per image, so a small batch hurts it first, as in large models.
 
     Takes floats (N, channels, height, width) and returns logits (N, num_classes).
     """
@@ -78,7 +78,7 @@ class SmallNet(nn.Sequential):
 
 
 def _replace_stem(model, channels):
-    """Give the first convolution of a torchvision model, which takes 3 channels, another number of them."""
+    """Replace the first convolution of a torchvision model, which takes 3 channels, by one that takes `channels`."""
     name, stem = next((name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d))
     bias = stem.bias is not None
     new = nn.Conv2d(channels, stem.out_channels, stem.kernel_size, stem.stride, stem.padding, bias=bias)

@@ -77,8 +77,10 @@ class Report:
         size = "x".join(str(n) for n in (train_set.channels, *train_set.image_size))
         storage = "in memory" if train_set.in_memory else "read from files"
         options = [f"seed {args.seed}"]
-        options += [f"{args.warmup_epochs:g} epochs of warm-up"] * (args.warmup_epochs > 0)
-        options += ["synchronized batch norm"] * r["sync_bn"]
+        if args.warmup_epochs:
+            options.append(f"{args.warmup_epochs:g} epochs of warm-up")
+        if r["sync_bn"]:
+            options.append("synchronized batch norm")
         local = f" ({r['local_world_size']} on this machine)" if r["world_size"] > 1 else ""
         started_by = f"started by {r['launcher']} | world size {r['world_size']}{local}"
         self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
@@ -101,7 +103,7 @@ class Report:
         self.totals = [0.0, 0.0, 0.0]
         self.epoch_start = self.timing_start = self.line_start = self._mark()
         batches, step, asked = iter(loader), 0, time.perf_counter()
-        while batch := next(batches, None):  # to the end of the loader: its sampler may draw a last random number
+        while batch := next(batches, None):  # to its end: RandomSampler draws a last random number there
             self.waited += time.perf_counter() - asked
             self.images += len(batch[1])
             yield batch
@@ -183,7 +185,7 @@ class Report:
 
 
 def batch_totals(loss, outputs, targets):
-    """Return float (3,) on the device: sum of losses, correct answers, images of a batch. No step waits for it."""
+    """Return float (3,) on the device: sum of losses, correct answers, images of a batch."""
     correct = (outputs.argmax(dim=1) == targets).sum()
     return torch.stack([loss.detach() * len(targets), correct, torch.full_like(loss, len(targets))])
 

@@ -3,8 +3,8 @@
 An image is a pure function of (seed, index): the same bytes on every platform, in any order, on any
 number of processes. Integers alone make it so; floating point may round differently elsewhere.
 
-Class is told by form alone. Place, size, angle and both colours vary at random, in either polarity, so
-that neither the colours nor the brightness of a pixel gives the class away.
+Only the form tells the class. Place, size, angle and both colours are random, and the shape may be lighter or
+darker than the background, so neither a colour nor the brightness of a pixel tells the class.
 """
 
 import math
@@ -77,7 +77,7 @@ def _inside(label, u, v):
     """Which points (u, v) lie inside a shape; both are int32, about -R to R within it."""
     x, y, square = abs(u), abs(v), u * u + v * v
     far, near = np.maximum(x, y), np.minimum(x, y)
-    match CLASSES[label]:  # all cover about the same area, which the colours would tell otherwise
+    match CLASSES[label]:  # all cover a similar area, so that the average colour does not tell the class
         case "disk":
             return square < R * R * 7 // 10
         case "ring":

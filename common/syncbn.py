@@ -49,7 +49,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
         mean = sums[:-1] / total
         x = x - mean.view(shape)
         variance = SumOverRanks.apply(x.square().sum(dims)) / total
-        if count < 2 and total < 2:
+        if total < 2:
             raise ValueError("Expected more than 1 value per channel when training, over all ranks")
 
         if self.track_running_stats:

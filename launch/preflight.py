@@ -281,7 +281,7 @@ def check_ranks(all_facts, world_size):
         if len(same) > 1:
             who = " and ".join(f"process {fact['pid']} on {fact['host']}" for fact in all_facts if fact["rank"] == rank)
             change = "a node rank of its own for each machine; srun or mpirun around torchrun: one task a machine"
-            return Check("ranks", "FAIL", f"rank {rank} is there twice: {who}", change)
+            return Check("ranks", "FAIL", f"rank {rank} is claimed twice: {who}", change)
     return Check("ranks", "ok", f"{len(present)} of {world_size} have answered")
 
 

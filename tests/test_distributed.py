@@ -96,24 +96,25 @@ MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 
         (by_hand(), ("torchrun", 1, 4, 1, 2, ("node0", 29500, ""))),
         (without(by_hand(), "LOCAL_WORLD_SIZE"),
          ("torchrun", 1, 4, 1, None, ("node0", 29500, ""))),
-        (srun(), ("srun", 1, 4, 1, 2, ("n01", 12112, "7.0"))),
-        (srun(2), ("srun", 2, 4, 0, 2, ("n01", 12112, "7.0"))),
-        (srun(SLURM_JOB_ID=8), ("srun", 1, 4, 1, 2, ("n01", 12128, "8.0"))),
-        (srun(SLURM_STEP_ID=3), ("srun", 1, 4, 1, 2, ("n01", 12115, "7.3"))),
-        (srun(MASTER_PORT=4000, MASTER_ADDR="ib0"), ("srun", 1, 4, 1, 2, ("ib0", 4000, ""))),
-        (srun(SLURM_NTASKS=64, SLURM_JOB_NODELIST="a,n[01-31]"), ("srun", 1, 4, 1, 2, ("n01", 12112, "7.0"))),
-        (srun(MASTER_ADDR="fd00::1"), ("srun", 1, 4, 1, 2, ("fd00::1", 12112, "7.0"))),
-        (srun(SLURM_STEP_ID=4294967290), ("srun", 1, 4, 1, 2, ("n01", 19402, "7.4294967290"))),
-        (srun(WORLD_SIZE=4), ("srun", 1, 4, 1, 2, ("n01", 12112, "7.0"))),
+        (srun(), ("srun", 1, 4, 1, 2, ("n01", 15719, "7.0"))),
+        (srun(2), ("srun", 2, 4, 0, 2, ("n01", 15719, "7.0"))),
+        (srun(SLURM_JOB_ID=8), ("srun", 1, 4, 1, 2, ("n01", 22074, "8.0"))),
+        (srun(SLURM_STEP_ID=3), ("srun", 1, 4, 1, 2, ("n01", 19261, "7.3"))),
+        (srun(MASTER_PORT=4000, MASTER_ADDR="ib0"), ("srun", 1, 4, 1, 2, ("ib0", 4000, "7.0"))),
+        (srun(SLURM_NTASKS=64, SLURM_JOB_NODELIST="a,n[01-31]"), ("srun", 1, 4, 1, 2, ("n01", 15719, "7.0"))),
+        (srun(MASTER_ADDR="fd00::1"), ("srun", 1, 4, 1, 2, ("fd00::1", 15719, "7.0"))),
+        (srun(SLURM_STEP_ID=4294967290), ("srun", 1, 4, 1, 2, ("n01", 25735, "7.4294967290"))),
+        (srun(WORLD_SIZE=4), ("srun", 1, 4, 1, 2, ("n01", 15719, "7.0"))),
         (srun(0, 1) | mpirun(), ("mpirun", 1, 2, 1, 2, ("127.0.0.1", 29500, ""))),
         (srun(0, 1) | MPICH, ("mpirun", 1, 2, 0, 1, ("m0", 29500, ""))),
-        (srun(PMI_RANK=9, PMI_SIZE=99), ("srun", 1, 4, 1, 2, ("n01", 12112, "7.0"))),
+        (srun(PMI_RANK=9, PMI_SIZE=99), ("srun", 1, 4, 1, 2, ("n01", 15719, "7.0"))),
         (srun(5, 7, "n[1-3]", SLURM_NODEID=1, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="5,1(x2)"),
-         ("srun", 5, 7, 0, 1, ("n1", 12112, "7.0"))),
+         ("srun", 5, 7, 0, 1, ("n1", 15719, "7.0"))),
         (SBATCH_SHELL, ("python", 0, 1, 0, 1, None)),
         (mpirun(), ("mpirun", 1, 2, 1, 2, ("127.0.0.1", 29500, ""))),
         (mpirun(MASTER_ADDR="m0", MASTER_PORT=5000), ("mpirun", 1, 2, 1, 2, ("m0", 5000, ""))),
         (MPICH, ("mpirun", 1, 2, 0, 1, ("m0", 29500, ""))),
+        ({"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}, ("torchrun", 0, 1, 0, 1, None)),
         (NODES, ("nodes", 1, 2, 0, 1, ("job-0", 23456, ""))),
         (NODES | {"WORLD_SIZE": 1, "RANK": 0}, ("nodes", 0, 1, 0, 1, None)),
     ],
@@ -134,11 +135,11 @@ def test_two_open_mpi_jobs_on_one_machine_meet_at_two_ports(environment):
 
 
 def test_a_port_that_is_asked_for_is_used_unless_the_environment_names_one(environment):
-    for variables in (srun(), mpirun(), MPICH):
+    for variables, job in (srun(), "7.0"), (mpirun(), ""), (MPICH, ""):
         environment(**variables)
-        assert distributed.find_launcher(port=1234)[-1][1:] == (1234, "")
+        assert distributed.find_launcher(port=1234)[-1][1:] == (1234, job)
         environment(**variables | {"MASTER_PORT": 4000})
-        assert distributed.find_launcher(port=1234)[-1][1:] == (4000, "")
+        assert distributed.find_launcher(port=1234)[-1][1:] == (4000, job)
 
 
 def test_the_shell_of_an_sbatch_file_is_told_that_it_is_one_process(environment, caplog):
@@ -183,7 +184,7 @@ def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplo
         (srun(0, SLURM_NODEID=1, SLURM_LOCALID=0), "rank 0 is not on the first machine, n01: expected --distrib",
          "export MASTER_ADDR"),
         (mpirun(OMPI_COMM_WORLD_RANK=2), "OMPI_COMM_WORLD_RANK=2: expected a whole number from 0 to 1", "mpirun -n 2"),
-        (mpirun(OMPI_COMM_WORLD_LOCAL_SIZE=1, OMPI_COMM_WORLD_LOCAL_RANK=0), "MASTER_ADDR is not set", "export"),
+        (mpirun(OMPI_COMM_WORLD_LOCAL_SIZE=1, OMPI_COMM_WORLD_LOCAL_RANK=0), "MASTER_ADDR is not set", "mpirun -x"),
         (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID=(not set): expected a whole number", "mpirun -n 2 python"),
         (NODES | {"RANK": 2}, "RANK=2: expected a whole number from 0 to 1", "torchrun"),
         (srun(0, 2, SLURM_STEP_NUM_NODES=1) | torchrun(), "SLURM_STEP_NUM_TASKS=2: srun has started 2 tasks with",
@@ -378,7 +379,7 @@ def test_ranks_meet_whoever_comes_first():
 
 def test_a_rank_that_is_there_twice_is_named_to_all():
     results = meet(3, [0, 1, 1])
-    assert all("rank 1 is there twice, as process" in result for result in results)
+    assert all("rank 1 is claimed twice, by process" in result for result in results)
 
 
 def test_a_rank_that_is_there_a_second_time_later_is_turned_away():
@@ -386,20 +387,20 @@ def test_a_rank_that_is_there_a_second_time_later_is_turned_away():
     first = meet(2, [0, 1], port)
     assert all(isinstance(store, dist.Store) for store in first)
     (late,) = meet(2, [1], port)
-    assert "rank 1 is there twice, as process" in late
+    assert "rank 1 is claimed twice, by process" in late
 
 
 def test_a_gpu_that_is_there_twice_is_named(monkeypatch):
     properties = SimpleNamespace(uuid="b1-2c")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     results = meet(2, [0, 1], device=torch.device("cuda", 0))
-    assert all("GPU b1-2c is there twice, as process" in result for result in results)
+    assert all("GPU b1-2c is claimed twice, by process" in result for result in results)
 
 
 def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
     monkeypatch.setattr(distributed, "WARN_AFTER", 1)
     results = meet(4, [0, 2], timeout=3)
-    assert all("ranks 1, 3 of 4 did not join at localhost:" in result for result in results)
+    assert all("ranks 1, 3 of 4 did not join rank 0 on" in result for result in results)
     assert "is waiting for ranks 1, 3 of 4" in caplog.text
 
 
@@ -420,6 +421,30 @@ def test_an_address_that_does_not_resolve_is_named(quick):
     with pytest.raises(LaunchError, match=r"'no-such-host.invalid' does not resolve: expected .* MASTER_ADDR"):
         rendezvous(("no-such-host.invalid", 29500, ""), 1, 2)
     assert time.monotonic() - begin < 15
+
+
+def test_the_name_of_a_pod_may_become_known_late(monkeypatch):
+    monkeypatch.setattr(distributed, "NETWORK_TIMEOUT", 0)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    known_at, look_up = time.monotonic() + 2, socket.getaddrinfo
+
+    def late(host, *arguments, **options):
+        if time.monotonic() < known_at:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    stores = meet(2, [0, 1])
+    assert all(isinstance(store, dist.Store) for store in stores), stores
+
+
+def test_a_port_that_this_user_may_not_use_is_named(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("The server socket has failed to bind\n(errno: 13 - Permission denied).")
+
+    monkeypatch.setattr(dist, "TCPStore", refuse)
+    (result,) = meet(2, [0], port=80)
+    assert "port 80 of this machine cannot be used (The server" in result and "\n" not in result
 
 
 def test_a_port_that_is_taken_is_named_with_a_free_one(monkeypatch):
@@ -527,7 +552,7 @@ SIX = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "M
     ("variables", "expected"),
     [
         ({}, ("0", "1", "0", "1", "127.0.0.1")),
-        (srun(3), ("3", "4", "1", "2", "n01", "12112")),
+        (srun(3), ("3", "4", "1", "2", "n01", "15719")),
         (srun(1, WORLD_SIZE=64, MASTER_PORT=4000), ("1", "4", "1", "2", "n01", "4000")),
         (mpirun(), ("1", "2", "1", "2", "127.0.0.1", "29500")),
         (MPICH, ("1", "2", "0", "1", "m0", "29500")),

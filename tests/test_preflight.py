@@ -194,7 +194,7 @@ def fact(rank, **more):
 
 def test_a_rank_that_is_there_twice_is_named_with_both_processes():
     check = preflight.check_ranks([fact(0), fact(1), fact(1, pid=77, host="n9"), fact(2), fact(3)], 4)
-    assert check.verdict == "FAIL" and check.found == "rank 1 is there twice: process 101 on n0 and process 77 on n9"
+    assert check.verdict == "FAIL" and check.found == "rank 1 is claimed twice: process 101 on n0 and process 77 on n9"
 
 
 def test_ranks_of_different_worlds_are_told_apart():
