@@ -127,6 +127,8 @@ def test_a_last_batch_of_one_image_is_left_out_of_training_and_kept_in_evaluatio
     given = flags("--batch-size", 8)
     assert [len(t) for _, t in data.build_loader(images, given, range(17), train=True)] == [8, 8]
     assert [len(t) for _, t in data.build_loader(images, given)] == [8, 8, 1]
+    with pytest.raises(UserError, match="1 training image per process: expected 2 or more; raise --limit"):
+        data.build_loader(images, given, range(1), train=True)
 
 
 # shapes
