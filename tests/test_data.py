@@ -282,7 +282,7 @@ def test_damaged_mnist_files_are_reported_in_one_line(tmp_path):
     write_mnist(raw, 30)
     images = raw / "train-images-idx3-ubyte"
     images.write_bytes(images.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"cannot read mnist .*delete the files and add --download"):
+    with pytest.raises(UserError, match=r"cannot read mnist .*add --download, and first delete the files"):
         data.build_datasets(flags("--dataset", "mnist", "--data-dir", tmp_path))
 
 
