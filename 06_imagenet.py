@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from common.distributed import cleaned_up, setup_distributed, sum_over_ranks
 from common.errors import one_line_errors
@@ -43,9 +42,11 @@ from imagenet.checkpoint import BEST, Checkpoints, load_weights
 from imagenet.data import DeviceLoader, build_datasets, build_normalize
 from imagenet.elastic import GlobalBatches, Stopped, Votes, check_launch, exit_for_requeue
 from imagenet.flags import AMP_DTYPES, parse_args
-from imagenet.model import build_model, parameter_groups
+from imagenet.model import AveragedModel, build_model, parameter_groups
 from imagenet.progress import Progress
 from imagenet.resume import check_batches, check_resume, load_into
+
+LISTING = datetime.timedelta(minutes=30)  # until every rank must have listed its files
 
 
 @cleaned_up()
@@ -59,6 +60,7 @@ def main(args):
     make_deterministic(args.deterministic)
     group = dist.new_group(backend="gloo", timeout=timeout)  # votes and checkpoints bypass the GPU
     train_set, val_set = build_datasets(args)
+    dist.monitored_barrier(group, LISTING)  # on a slow disk one rank may list files for minutes
     checkpoints = Checkpoints(args.checkpoints_path, d, group, args.keep, args.timeout / 2)
     state, path = checkpoints.load() if args.resume else (None, None)
     accumulate, micro_batch = check_resume(args, d, checkpoints, len(train_set), state, path)
@@ -70,8 +72,7 @@ def main(args):
         load_into(model, load_weights(args.weights), args.weights)
     if args.sync_bn and d.world_size > 1:
         model = convert_sync_batchnorm(model)
-    average = get_ema_multi_avg_fn(args.ema)
-    ema = AveragedModel(model, multi_avg_fn=average, use_buffers=True) if args.ema else None
+    ema = AveragedModel(model, args.ema) if args.ema else None
     if args.compile:
         model.compile()
     ddp = wrap_model(model, args.deterministic) if d.world_size > 1 else model
@@ -90,7 +91,8 @@ def main(args):
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing, reduction="sum")
     groups = parameter_groups(model, args.weight_decay)
     nesterov = args.momentum > 0
-    optimizer = torch.optim.SGD(groups, lr=0, momentum=args.momentum, nesterov=nesterov)
+    fused = d.device.type == "cuda"  # one kernel for all weights
+    optimizer = torch.optim.SGD(groups, 0, args.momentum, nesterov=nesterov, fused=fused)
     scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
     run = Run(args, d, model, ema, ddp, criterion, optimizer, scaler, train_batches, micro_batch)
     if state:
@@ -136,9 +138,8 @@ def train_epoch(run, epoch, loader, votes, checkpoints, progress):
     run.batches.set_epoch(epoch, first_step)
     batches = progress.timed(loader, epoch, first_step, run.totals)
     for step in range(first_step, run.steps):
-        # A signal reaches one rank. All ranks vote in every step, and count the votes at its end.
-        save_due = step + 1 == run.steps or args.checkpoint_every.due(run.step + 1)
-        votes.cast(signals.stop.signal, d.is_main and save_due)
+        # A signal reaches one rank. All ranks vote, and count the votes at the end of the step.
+        votes.cast(signals.stop.signal, d.is_main and args.checkpoint_every.overdue())
         lr = learning_rate(args, epoch + step / run.steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -150,7 +151,7 @@ def train_epoch(run, epoch, loader, votes, checkpoints, progress):
             last = micro + 1 == run.accumulate or d.world_size == 1
             with contextlib.nullcontext() if last else run.ddp.no_sync():
                 with run.autocast():
-                    outputs = run.ddp(run.normalize(images))
+                    outputs = run.ddp(run.prepare(images))
                     loss = run.criterion(outputs, targets)
                 # The loss is a sum. DDP averages over ranks, whose numbers of images may differ.
                 weight = d.world_size / run.batches.step_size(step)
@@ -163,10 +164,11 @@ def train_epoch(run, epoch, loader, votes, checkpoints, progress):
         run.scaler.step(optimizer)  # note: with fp16 this waits for the GPU, to look for overflow
         run.scaler.update()
         if run.ema:
-            run.ema.update_parameters(run.model)
+            run.ema.update(first=run.step == 0)
         run.step += 1
 
         stop, save = votes.count()
+        save |= step + 1 == run.steps or args.checkpoint_every.planned(run.step)
         if progress.due(step):
             progress.show_step(step, sum_over_ranks(run.totals), lr)
             loader.damaged.sync()
@@ -194,7 +196,7 @@ def evaluate(run, loader, votes):
         votes.cast(signals.stop.signal)
         if len(images):  # with more ranks than images, some ranks have none
             with run.autocast():
-                counts += count_correct(model(run.normalize(images)), targets)
+                counts += count_correct(model(run.prepare(images)), targets)
         if votes.count()[0]:
             raise Stopped("during an evaluation: --resume evaluates again and continues")
     top1, top5, images = sum_over_ranks(counts).tolist()
@@ -234,8 +236,17 @@ class Run:
         enabled = self.args.amp != "none"
         return torch.autocast(self.d.device.type, AMP_DTYPES[self.args.amp], enabled=enabled)
 
+    def prepare(self, images):
+        """Turn uint8 images on the device into the input of the model."""
+        images = self.normalize(images)
+        if self.args.compile:  # or a rank with 31 images, not 32, would compile again, alone
+            torch._dynamo.maybe_mark_dynamic(images, 0)
+        return images
+
     def share_buffers(self):
         """Give all ranks the batch norm statistics of rank 0. Without --sync-bn they differ."""
+        if self.ema:
+            self.ema.copy_counters()
         for buffer in [*self.model.buffers(), *(self.ema.module.buffers() if self.ema else [])]:
             dist.broadcast(buffer, src=0)
 
@@ -265,7 +276,6 @@ class Run:
         load_into(self.model, state["model"], path)
         if self.ema:
             load_into(self.ema.module, state["ema"], path)
-            self.ema.n_averaged.fill_(self.step)
         self.optimizer.load_state_dict(state["optimizer"])
         if state["scaler"]:  # empty unless the checkpoint is of --amp fp16
             self.scaler.load_state_dict(state["scaler"])
@@ -286,7 +296,10 @@ def wrap_model(model, deterministic):
     parameters prevents the sorting, and warns that there are none.
     """
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-    return DistributedDataParallel(model, find_unused_parameters=deterministic)
+    options = {"find_unused_parameters": deterministic, "gradient_as_bucket_view": True}
+    ddp = DistributedDataParallel(model, **options)  # a view saves a copy of all gradients
+    ddp.broadcast_buffers = False  # share_buffers() does so before each evaluation and checkpoint
+    return ddp
 
 
 def learning_rate(args, epoch):

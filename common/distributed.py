@@ -253,7 +253,8 @@ def setup_device(local_rank, local_world_size):
     if dist.Backend.default_device_backend_map.get(kind, "gloo") == "gloo":
         return torch.device("cpu")
     count, visible = torch.accelerator.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    has_own_gpu = count == 1 and (visible or not dist.is_torchelastic_launched())  # torchrun assigns none
+    # torchrun assigns no GPUs: what its environment says as well is for all of its workers.
+    has_own_gpu = count == 1 and not (dist.is_torchelastic_launched() and visible == _parents_gpus())
     if local_world_size > count and not has_own_gpu:
         visible = "" if visible is None else f" in CUDA_VISIBLE_DEVICES={visible}"
         found = f"{local_world_size} processes on this machine, {count} GPU(s){visible}"
@@ -262,6 +263,14 @@ def setup_device(local_rank, local_world_size):
     device = torch.device(kind, 0 if has_own_gpu else local_rank)
     torch.accelerator.set_device_index(device.index)  # first, or every process would also take memory on GPU 0
     return device
+
+
+def _parents_gpus():
+    """Return CUDA_VISIBLE_DEVICES of the process that started this one. Linux only; None elsewhere."""
+    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/environ") as variables:
+        return dict(item.split("=", 1) for item in variables.read().split("\0") if "=" in item).get(
+            "CUDA_VISIBLE_DEVICES"
+        )
 
 
 def cores_per_process(local_world_size):

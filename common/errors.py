@@ -60,11 +60,12 @@ def lost_peer(error):
     """Return a message if the error means that another rank exited or cannot be reached, else None."""
     text = one_line(error)
     from_gloo = isinstance(error, RuntimeError) and ("/gloo/" in text or "pair closure" in text)
-    from_a_collective = from_gloo or isinstance(error, dist.DistError)
+    from_nccl = isinstance(error, RuntimeError) and "NCCL" in text  # torch has two implementations, with other classes
+    from_a_collective = from_gloo or from_nccl or isinstance(error, dist.DistError)
     if not from_a_collective or not re.search("connect|clos|reset by peer|broken pipe|timed out|remote", text, re.I):
         return None
     # NCCL names the cause last; gloo first names a line of its own source.
-    cause = re.sub(r"\[\S*/gloo/\S*\] ?", "", text.rpartition("Last error:")[2]).strip()[:200]
+    cause = re.sub(r"\[\S*/gloo/\S*\] ?", "", re.split("last error:", text, flags=re.I)[-1]).strip()[:200]
     remedy = "its own message, or its launcher's, says why; it may stand above"
     if ("127.0." in text and "refused" in text) or "no route" in text.lower():
         name = "NCCL_SOCKET_IFNAME" if "NCCL" in text else "GLOO_SOCKET_IFNAME"

@@ -221,6 +221,20 @@ def environment(device):
         "torchvision": torchvision.__version__,
         "python": platform.python_version(),
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    } | (gpu_software(device) if device.type == "cuda" else {})
+
+
+def gpu_software(device):
+    """Return the fields of a record that name the software of a GPU, and whether it rounds float32 to TF32."""
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": _read_proc("driver/nvidia/version", r"Kernel Module.*?\s(\d[\d.]+)"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl_class": type(dist.group.WORLD._get_backend(device)).__name__ if nccl else None,  # torch has several
+        "tf32_matmul": torch.get_float32_matmul_precision() != "highest",
+        "tf32_conv": torch.backends.cudnn.allow_tf32,
     }
 
 

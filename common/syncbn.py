@@ -4,9 +4,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.errors import UserError
+
 
 def convert_sync_batchnorm(model):
-    """Return the model with synchronized batch norm: PyTorch's own on GPUs, SyncBatchNorm elsewhere."""
+    """Return the model with synchronized batch norm: PyTorch's own on GPUs, SyncBatchNorm elsewhere.
+
+    Raises:
+        UserError: the model has a batch norm of another library, which may do more, as timm's BatchNormAct2d applies
+            an activation. A converted one would only normalize.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) not in PLAIN:
+            found = f"{type(module).__name__} may do more than batch norm"
+            raise UserError(f"--sync-bn: {found}; leave out --sync-bn, or use a model of torchvision")
     if any(p.is_cuda for p in model.parameters()):
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if isinstance(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
@@ -84,3 +95,6 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return SumOverRanks.forward(ctx, gradient)
+
+
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)  # they only normalize

@@ -152,11 +152,13 @@ class SaveInterval:
     def __str__(self):
         return self.text
 
-    def due(self, step):
-        """Return whether to save after this step, counted from 1."""
-        if not self.by_time:
-            return step % self.number == 0
-        if time.monotonic() - self.last_save < self.number:
+    def planned(self, step):
+        """Return whether every rank knows, without a vote, that it saves after this step, counted from 1."""
+        return not self.by_time and step % self.number == 0
+
+    def overdue(self):
+        """Return whether the seconds are over, by the clock of this rank, and start to count them again."""
+        if not self.by_time or time.monotonic() - self.last_save < self.number:
             return False
         self.last_save = time.monotonic()
         return True

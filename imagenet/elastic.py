@@ -13,6 +13,8 @@ from common.distributed import LaunchError
 from common.errors import UserError
 from imagenet import signals
 
+MAX_COST = 0.01  # of a training step, for a vote
+LATENCY = 8  # seconds from a wish to the vote: a launcher kills 30 s after its signal, and saving takes time
 SIGNAL_DELAY = 10  # seconds: by then torchrun's own signal has arrived
 
 log = logging.getLogger(__name__)
@@ -85,8 +87,10 @@ class GlobalBatches:
 class Votes:
     """Wishes of single ranks (to stop, to save) that all ranks learn at the same step.
 
-    A signal reaches one process. If that rank stopped alone, the others would wait for it. So all ranks vote in every
-    step: the vote travels while the step computes, and is counted at its end.
+    A signal reaches one process. If that rank stopped alone, the others would wait for it. So all ranks vote: the vote
+    travels while the step computes, and is counted at its end. Between N ranks it takes 2 (N - 1) messages, one after
+    another. If that is more than 1 % of a step, the ranks vote only in every k-th step. They agree on k, because each
+    vote also finds the longest time of a step. A wish is heard within LATENCY seconds.
 
     Args:
         group: a gloo process group of all ranks. Even where gradients use NCCL, counting votes must not make the CPU
@@ -94,16 +98,42 @@ class Votes:
     """
 
     def __init__(self, group):
-        self.group = group
+        self.group, self.every, self.steps_left = group, 1, 0
+        self.stop, self.save, self.work, self.cast_at = False, False, None, None
+        self.seconds = self._time_vote()
 
-    def cast(self, *wishes):
-        self.wishes = torch.tensor([bool(wish) for wish in wishes], dtype=torch.int32)
-        self.work = dist.all_reduce(self.wishes, dist.ReduceOp.MAX, group=self.group, async_op=True)
+    def _time_vote(self):
+        """Return the seconds of a vote, the same on every rank: the shortest of five, on the slowest rank."""
+        seconds = []
+        for _ in range(5):  # the first one also waits for ranks that are late
+            start = time.perf_counter()
+            dist.all_reduce(torch.zeros(3), dist.ReduceOp.MAX, group=self.group)
+            seconds.append(time.perf_counter() - start)
+        shortest = torch.tensor(min(seconds))
+        dist.all_reduce(shortest, dist.ReduceOp.MAX, group=self.group)
+        return float(shortest)
+
+    def cast(self, stop, save=False):
+        """Wish to stop or to save. The wish is remembered until the next vote. Every rank must call it in each step."""
+        self.stop, self.save = self.stop or bool(stop), self.save or bool(save)
+        self.steps_left -= 1
+        if self.steps_left > 0:
+            return
+        now = time.perf_counter()
+        step_seconds = math.inf if self.cast_at is None else (now - self.cast_at) / self.every
+        self.ballot, self.cast_at = torch.tensor([self.stop, self.save, step_seconds]), now
+        self.work = dist.all_reduce(self.ballot, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def count(self):
-        """Return, for each wish, whether any rank has it."""
+        """Return (stop, save): whether any rank wishes it. Both are False in a step without a vote."""
+        if self.work is None:
+            return False, False
         self.work.wait()
-        return [bool(wish) for wish in self.wishes]
+        stop, save, step_seconds = self.ballot.tolist()
+        self.stop, self.save, self.work = False, False, None
+        wanted, most = math.ceil(self.seconds / (MAX_COST * step_seconds)), round(LATENCY / step_seconds)
+        self.every = self.steps_left = max(1, min(wanted, most))
+        return bool(stop), bool(save)
 
 
 def check_launch(args, d):

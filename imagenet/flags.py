@@ -69,6 +69,7 @@ def parse_args(doc):
     add("--dist-init-method", choices=("auto", "env", "slurm"), default="auto", help="the launcher to insist on")
     add("--timeout", type=number(above=0), default=60, metavar="SECONDS", help="how long to wait for a missing rank")
     add("--print-every", type=whole_number(1), default=50, metavar="N", help="steps between lines")
+    add("--time-communication", action="store_true", help="time it on GPUs too, which slows the backward pass a little")
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per epoch to FILE")
     add("--tensorboard", metavar="DIR", help="write event files for TensorBoard")
     add("--deterministic", action="store_true", help="the same bits in every run; slower")
@@ -98,11 +99,13 @@ def check_machine_flags(parser, args):
     if args.amp == "fp16" and not torch.accelerator.is_available():
         parser.error("argument --amp: fp16 needs a GPU and there is none here; on a CPU use --amp bf16 or none")
     if args.compile and not can_compile():
-        install = "xcode-select --install" if sys.platform == "darwin" else "sudo apt-get install g++ python3-dev"
-        parser.error(f"argument --compile: no C++ compiler or no Python.h here; {install}, or leave --compile out")
+        install = "xcode-select --install" if sys.platform == "darwin" else "sudo apt-get install gcc g++ python3-dev"
+        parser.error(f"argument --compile: no C or C++ compiler or no Python.h here; {install}, or leave --compile out")
 
 
 def can_compile():
-    """Return whether torch.compile finds what it calls: on Linux $CXX or g++, on a Mac clang++, and Python.h."""
+    """Return whether torch.compile finds what it calls: a compiler (C++ on a CPU, C on a GPU) and Python.h."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if torch.cuda.is_available():
+        compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), "gcc")
     return bool(shutil.which(compiler)) and os.path.exists(sysconfig.get_path("include") + "/Python.h")

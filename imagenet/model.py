@@ -1,4 +1,7 @@
-"""What 06 adds to common.models: timm's models, channels_last, and the groups of parameters with and without decay."""
+"""What 06 adds to common.models: timm's models, channels_last, averaged weights, groups of parameters."""
+
+import copy
+import itertools
 
 import torch
 
@@ -29,6 +32,37 @@ def _build_timm(args, dataset):
     if not timm.is_model(name):
         raise UserError(f"--arch {args.arch}: no such model in timm; timm.list_models() names them")
     return timm.create_model(name, num_classes=dataset.num_classes, in_chans=dataset.channels)
+
+
+class AveragedModel:
+    """The exponential moving average of a model's weights and buffers, in `module`, a copy of the model.
+
+    The result is that of torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay),
+    use_buffers=True), bit for bit. That class waits for the GPU in each step and starts a kernel for each integer
+    buffer; here one call averages all floating-point tensors.
+
+    Args:
+        model: nn.Module, the model in training.
+        decay: float, the weight of the average so far. The first update copies the model.
+    """
+
+    def __init__(self, model, decay):
+        self.module, self.decay = copy.deepcopy(model).requires_grad_(False), decay
+        tensors = [list(itertools.chain(m.parameters(), m.buffers())) for m in (self.module, model)]
+        pairs = list(zip(*tensors, strict=True))
+        self.floats = [
+            [t.detach() for t in ts] for ts in zip(*(p for p in pairs if p[0].is_floating_point()), strict=True)
+        ]
+        self.counters = [pair for pair in pairs if not pair[0].is_floating_point()]
+
+    def update(self, first):
+        """Average the weights after a training step; `first` says whether it was the first one."""
+        torch._foreach_lerp_(*self.floats, 1 if first else 1 - self.decay)
+
+    def copy_counters(self):
+        """Copy the integer buffers, such as batch norm's number of batches."""
+        for mine, current in self.counters:
+            mine.copy_(current)
 
 
 def parameter_groups(model, weight_decay):

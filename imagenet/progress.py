@@ -38,7 +38,10 @@ class Progress(Report):
         self.args, self.device, self.rank = args, d.device, d.rank
         self.batches, self.steps, self.accumulate = batches, batches.steps, batches.accumulate
         self.started, self.tensorboard = time.perf_counter(), None
-        self.communication = CommunicationClock(ddp, d.device) if d.world_size > 1 else None
+        # On a GPU the hook of the clock slows the backward pass, so it is measured only if asked for.
+        measured = d.world_size > 1 and (d.device.type == "cpu" or args.time_communication)
+        self.communication = CommunicationClock(ddp, d.device) if measured else None
+        self.waiting = Spans(d.device)
         machines = d.world_size // d.local_world_size
         start = COMMANDS[d.launcher].format(machines, d.local_world_size, d.world_size)
         script = os.path.basename(sys.argv[0])
@@ -93,16 +96,14 @@ class Progress(Report):
             self.communication.backward_done()
 
     def timed(self, loader, epoch, first_step, totals):
-        """Return an iterator over the batches of a training epoch that measures how long the loop waits.
-
-        On a GPU the wait is an upper bound of what data costs: meanwhile the GPU works on earlier steps.
+        """Return an iterator over the batches of a training epoch that measures how long the device waits for them.
 
         Args:
             first_step: int, above 0 if an earlier process trained the steps before it.
             totals: float (4,), what that process counted; see show_step.
         """
         self.epoch, self.first_step, self.images = epoch, first_step, 0
-        self.seconds, self.waited, self.waited_in_epoch, self.communicated = None, 0.0, 0.0, 0.0
+        self.seconds, self.waited, self.communicated = None, 0.0, 0.0
         self.totals = totals.tolist()
         self.epoch_start = self.timing_start = self.line_start = self._mark()
         return self._timed(iter(loader))
@@ -110,9 +111,9 @@ class Progress(Report):
     def _timed(self, batches):
         steps = self.steps - self.first_step
         for count in range(1, steps * self.accumulate + 1):
-            asked = time.perf_counter()
+            self.waiting.begin()
             batch = next(batches)
-            self.waited += time.perf_counter() - asked
+            self.waiting.end()
             self.images += len(batch[1])
             yield batch
             if count == warmup_steps(steps) * self.accumulate:
@@ -136,20 +137,22 @@ class Progress(Report):
         loss, top1, top5 = loss / max(1, images), 100 * top1 / max(1, images), 100 * top5 / max(1, images)
         now = time.perf_counter()
         seconds, speed = now - self.line_start[0], self._speed(self.line_start)
-        communicated = self.communication.read() if self.communication else 0.0
-        waiting, exchanging = self.waited / seconds, communicated / seconds
+        waited, communicated = self.waiting.read(), self.communication.spans.read() if self.communication else 0.0
+        waiting, exchanging = waited / seconds, communicated / seconds
+        shares = f"data {waiting:.1%}, compute {max(0, 1 - waiting - exchanging):.1%}"
+        if self.communication:
+            shares += f", communication {exchanging:.1%}"
         steps_done = self.epoch * self.steps + step + 1
         seconds_per_step = (now - self.epoch_start[0]) / (step + 1 - self.first_step)
         left = (self.args.epochs * self.steps - steps_done) * seconds_per_step
         self.print(
             f"   == step: [{step + 1:4}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | loss: {loss:.3f} | "
-            f"top-1: {top1:6.3f}% | {speed:.0f} img/s | lr {lr:.4g} | data {waiting:.1%}, "
-            f"compute {max(0, 1 - waiting - exchanging):.1%}, communication {exchanging:.1%} | {duration(left)} left"
+            f"top-1: {top1:6.3f}% | {speed:.0f} img/s | lr {lr:.4g} | {shares} | {duration(left)} left"
         )
         scalars = {"train/loss": loss, "train/top1": top1, "train/top5": top5, "train/lr": lr}
         scalars |= {"speed/images_per_second": speed, "speed/data": waiting, "speed/communication": exchanging}
         self._write_scalars(steps_done, scalars)
-        self.waited_in_epoch, self.waited = self.waited_in_epoch + self.waited, 0.0
+        self.waited += waited
         self.communicated += communicated
         self.line_start = self._mark()
         if step + 1 == self.steps:
@@ -164,7 +167,7 @@ class Progress(Report):
         """
         measured, speed = {"epoch": self.epoch + 1}, ""
         if self.seconds:  # otherwise an earlier process trained this epoch
-            waited = self.waited_in_epoch / self.seconds
+            waited = self.waited / self.seconds
             speed = f" | {self.images_per_second:.0f} img/s, {waited:.1%} waiting for data"
             measured |= {
                 "seconds": round(self.seconds, 3),
@@ -209,26 +212,46 @@ class CommunicationClock:
     """How long a step waits for gradients after its own backward pass: communication that no computation hides.
 
     DistributedDataParallel sends gradients in buckets while the backward pass computes others. When the last bucket is
-    full, this rank has nothing more to compute. The time that is left is the network's, and that of slower ranks.
+    full, this rank has nothing more to compute. The rest is the time of the network, and of slower ranks.
     """
 
     def __init__(self, ddp, device):
-        self.cuda, self.last_bucket, self.spans = device.type == "cuda", None, []
+        self.spans, self.open = Spans(device), False
+        self.side_stream = torch.cuda.Stream() if device.type == "cuda" else None
         ddp.register_comm_hook(None, self._hook)
 
     def _hook(self, _, bucket):
         if bucket.is_last():
-            self.last_bucket = self._now()
-        return allreduce_hook(dist.group.WORLD, bucket)
+            self.spans.begin()
+            self.open = True
+        if self.side_stream is None:
+            return allreduce_hook(dist.group.WORLD, bucket)
+        # On a side stream, since get_future() makes the current stream wait for the gradients.
+        self.side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side_stream):
+            return allreduce_hook(dist.group.WORLD, bucket)
 
     def backward_done(self):
         """Note that the last backward pass of a step has returned."""
-        if self.last_bucket is not None:
-            self.spans.append((self.last_bucket, self._now()))
-            self.last_bucket = None
+        if self.open:
+            self.spans.end()
+            self.open = False
+
+
+class Spans:
+    """Spans of time on a device. On a GPU, events measure them in its stream, so no step waits for the GPU."""
+
+    def __init__(self, device):
+        self.cuda, self.spans = device.type == "cuda", []
+
+    def begin(self):
+        self.start = self._now()
+
+    def end(self):
+        self.spans.append((self.start, self._now()))
 
     def read(self):
-        """Return the seconds since the last reading. The device must have finished its work."""
+        """Return the seconds of all spans since the last reading. The device must have finished its work."""
         spans, self.spans = self.spans, []
         return sum(begin.elapsed_time(end) / 1000 if self.cuda else end - begin for begin, end in spans)
 

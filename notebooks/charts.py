@@ -147,7 +147,9 @@ def fingerprint(name):
     """Return a hash of the sources of a figure. A figure in docs/ with a different hash is stale."""
     import hashlib
 
-    sources = [ROOT / f"notebooks/{name}.ipynb", Path(__file__), ROOT / "results/published.json"]
-    sources.append(records.RESULTS / name / f"{MACHINE}.jsonl")
-    sources += [ROOT / "tools/book/step_model.py"] if name == "scaling" else []
+    notebook = "scaling" if name == "goodput" else name
+    sources = [ROOT / f"notebooks/{notebook}.ipynb", Path(__file__), ROOT / "results/published.json"]
+    sources.append(records.RESULTS / notebook / f"{MACHINE}.jsonl")
+    if notebook == "scaling":
+        sources += [ROOT / f"tools/book/{module}.py" for module in ("step_model", "goodput")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]

@@ -247,11 +247,12 @@ def test_weights_come_from_a_checkpoint_or_a_state_dict_and_from_nothing_else(tm
 
 
 def test_a_save_interval_counts_steps_or_seconds():
-    assert [step for step in range(1, 10) if SaveInterval("3").due(step)] == [3, 6, 9]
+    interval = SaveInterval("3")
+    assert [step for step in range(1, 10) if interval.planned(step)] == [3, 6, 9] and not interval.overdue()
     interval = SaveInterval("1s")
-    assert not interval.due(1)
+    assert not interval.overdue() and not interval.planned(1)
     interval.last_save -= 1
-    assert interval.due(2) and not interval.due(3)
+    assert interval.overdue() and not interval.overdue()
     for text in ("0", "-1", "s", "1m", "1.5s", ""):
         with pytest.raises(Exception, match="expected steps, as 100, or seconds, as 600s"):
             SaveInterval(text)

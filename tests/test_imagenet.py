@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,12 +23,13 @@ from PIL import Image
 from ranks import Ranks, training_log
 
 from common.errors import UserError
-from imagenet import elastic, signals
+from imagenet import data, elastic, signals
 from imagenet.checkpoint import decode, load_weights, read_file
 from imagenet.data import IGNORED, DummyImages, Images, build_datasets, build_normalize, find_folders, read_image
 from imagenet.elastic import GlobalBatches
 from imagenet.flags import can_compile
 from imagenet.model import build_model, parameter_groups
+from imagenet.progress import Progress
 from imagenet.resume import check_resume
 from imagenet.signals import EXIT_REQUEUE
 
@@ -140,6 +142,7 @@ def send_a_signal_during_evaluation(rank):
             os.kill(os.getpid(), signal.SIGTERM)
         original(self, *wishes)
 
+    elastic.MAX_COST = 1000  # so that every step has a vote
     elastic.Votes.cast = cast
 
 
@@ -709,3 +712,35 @@ def test_a_compiled_network_in_channels_last_trains_on_dummy_images(tmp_path):
     ranks = Ranks(tmp_path, 1, flags)
     assert ranks.wait(240) == [0], ranks.output()
     assert "dummy 40: 40 train and 1 test images, 1000 classes" in ranks.output()
+
+
+def count_graphs(rank):
+    def close(self, line, original=Progress.close):
+        original(self, line)
+        print(f"rank {rank} has compiled", torch._dynamo.utils.counters["stats"]["unique_graphs"], flush=True)
+
+    Progress.close = close
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_compile(), reason="needs a C++ compiler")
+def test_no_rank_compiles_again_for_a_piece_of_another_size(train, tmp_path):
+    """Rank 0 gets pieces of 31 and 32 images, rank 1 of 32. A rank that compiled alone would let the other wait."""
+    flags = ["--dummy", 253, "--batch-size", 64, "--image-size", 32, "--arch", "small_net", "--epochs", 1, "--compile"]
+    ranks = train("run", 2, *flags, prepare=count_graphs)
+    assert ranks.wait() == [0, 0], ranks.output()
+    assert "31 to 32 images per process" in ranks.output()
+    outputs = [(tmp_path / "run" / f"run0-rank{rank}.out").read_text() for rank in range(2)]
+    counts = [int(re.search(r"has compiled (\d+)", output)[1]) for output in outputs]
+    assert counts == [2, 2], "the model in training and in evaluation, on each rank"
+
+
+def list_slowly_on_rank_1(rank):
+    if rank == 1:
+        original = data.build_datasets
+        data.build_datasets = lambda args: time.sleep(8) or original(args)
+
+
+def test_a_rank_that_lists_files_for_longer_than_the_timeout_is_waited_for(train, one_each):
+    ranks = train("run", 2, one_each, "--batch-size", 20, "--epochs", 1, "--timeout", 4, prepare=list_slowly_on_rank_1)
+    assert ranks.wait() == [0, 0], ranks.output()

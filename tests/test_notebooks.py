@@ -8,6 +8,7 @@ import sys
 
 import matplotlib.image
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 from conftest import ROOT, write_images
 from PIL import Image
@@ -21,6 +22,7 @@ from tools.book import step_model, tables
 from tools.records import RecordError
 
 NOTEBOOKS = list(experiments.EXPERIMENTS)
+FIGURES = (*NOTEBOOKS, "goodput")  # the scaling notebook draws two
 
 
 def cells(name, kind="code"):
@@ -85,8 +87,8 @@ def test_make_charts_runs_every_notebook_in_a_fresh_kernel(tmp_path):
     env = os.environ | {"FIGURES": str(tmp_path), "VIRTUAL_ENV": sys.prefix}
     end = subprocess.run(["make", "charts"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert end.returncode == 0, end.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.png" for name in NOTEBOOKS)
-    for name in NOTEBOOKS:
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.png" for name in FIGURES)
+    for name in FIGURES:
         fresh, kept = (matplotlib.image.imread(folder / f"{name}.png") for folder in (tmp_path, ROOT / "docs/figures"))
         assert fresh.shape == kept.shape, f"docs/figures/{name}.png: make charts"
         assert (abs(fresh - kept).max(axis=-1) > 0.2).mean() < 0.002, f"docs/figures/{name}.png: make charts"
@@ -101,7 +103,7 @@ def test_make_charts_leaves_out_what_a_machine_has_not_recorded():
         assert f"tools/experiments.py {name} --machine nobody\n" in end.stdout
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_of_the_docs_is_drawn_from_what_is_recorded_now(name, monkeypatch):
     monkeypatch.setattr(charts, "MACHINE", charts.OURS)
     source = Image.open(ROOT / f"docs/figures/{name}.png").text["Source"]
@@ -311,6 +313,35 @@ def test_the_overlap_is_found_again_and_never_beyond_all_or_none():
         assert step_model.fit_overlap([(STEP, all_reduce, seconds)]) == pytest.approx(overlap)
     assert step_model.fit_overlap([(STEP, all_reduce, 100.0)]) == 0
     assert step_model.efficiency(STEP, lambda size: 0) == 1 > step_model.efficiency(STEP, all_reduce)
+
+
+CLUSTER = step_model.Cluster(4, network=10, inside=1000, hop_inside=0.1, hop_between=0.5, start=2)
+
+
+def test_an_all_reduce_between_nodes_is_a_ring_or_a_tree():
+    """Counted by hand, on 2 nodes of 4 GPUs."""
+    ring = 2 + (14 - 2) * 0.1 + 2 * 0.5 + 2 * 7 / 8 * 1000 / 10
+    tree = 2 + 2 * (3 * 0.1 + 1 * 0.5) + 2 * 1000 / 9
+    assert step_model.cluster_seconds(1000, 8, CLUSTER) == pytest.approx(ring) and ring < tree
+    assert step_model.cluster_seconds(1, 8, CLUSTER) == pytest.approx(2 + 2 * 0.8 + 2 / 9), "a tree has fewer hops"
+    assert step_model.cluster_seconds(1000, 4, CLUSTER) == pytest.approx(2 + 6 * 0.1 + 1.5), "the links of one node"
+    assert step_model.cluster_seconds(1000, 1, CLUSTER) == 0
+    few, many = (step_model.cluster_seconds(1, n, CLUSTER) for n in (512, 4096))
+    assert many - few == pytest.approx(2 * 3 * 0.5), "eight times the nodes are three more levels of the tree"
+
+
+def test_all_wait_for_the_slowest():
+    assert step_model.slowest(1, 0.5) == 1
+    draws = np.random.default_rng(0).normal(1, 0.02, (2000, 256)).max(axis=1).mean()
+    assert draws == pytest.approx(step_model.slowest(256, 0.02), abs=0.02)
+    perfect = step_model.Cluster(8, 1e15, 1e15, 0, 0, 0)
+    assert step_model.cluster_efficiency(STEP, 256, perfect, 0.02) == pytest.approx(1 / step_model.slowest(256, 0.02))
+
+
+@pytest.mark.parametrize("name", charts.published()["scaling"])
+def test_the_planning_model_is_within_five_points_of_what_others_published(name):
+    run = charts.published()["scaling"][name]
+    assert abs(step_model.published_efficiency(run) - run["efficiency"]) < 0.05
 
 
 def test_the_readme_shows_the_accuracy_of_every_ladder():

@@ -3,6 +3,7 @@
 All times are in seconds, all sizes in bytes. notebooks/scaling.ipynb fits the prediction and shows its errors.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,58 @@ def ring_seconds(size, devices, latency, bandwidth):
 def shared_ring_seconds(size, devices, latency, throughput):
     """Return the seconds between processes of one machine, which share a memory of `throughput` bytes per second."""
     return ring_seconds(size, devices, latency, throughput / devices)
+
+
+class Cluster(NamedTuple):
+    """Nodes of several GPUs. A bandwidth is in bytes per second, a hop in seconds per message."""
+
+    gpus_per_node: int
+    network: float  # bandwidth of a node's network cards together
+    inside: float  # bandwidth between the GPUs of a node
+    hop_inside: float = 3e-6
+    hop_between: float = 7e-6
+    start: float = 10e-6  # seconds until a collective starts
+
+
+def cluster_seconds(size, devices, cluster):
+    """Return the seconds of an all_reduce between GPUs of several nodes: those of a ring or of a tree, the shorter.
+
+    A ring sends each byte nearly twice through each link, and needs a hop per GPU. A tree needs hops for the GPUs of
+    one node and for the logarithm of the number of nodes, and reaches 90 % of the bandwidth. NCCL also estimates both
+    and takes the faster one (its src/graph/tuning.cc). The slowest link decides the bandwidth: a node's network cards,
+    or, within one node, its own links.
+    """
+    if devices == 1:
+        return 0.0
+    per_node = min(cluster.gpus_per_node, devices)
+    nodes = max(1, devices // per_node)
+    bandwidth = cluster.inside if nodes == 1 else min(cluster.network, cluster.inside)
+    hops = 2 * (devices - 1) - 2 * (nodes - 1)
+    ring = hops * cluster.hop_inside + 2 * (nodes - 1) * cluster.hop_between
+    ring += 2 * (devices - 1) / devices * size / bandwidth
+    tree = 2 * ((per_node - 1) * cluster.hop_inside + math.log2(nodes) * cluster.hop_between)
+    tree += 2 * size / (0.9 * bandwidth)
+    return cluster.start + min(ring, tree)
+
+
+def slowest(devices, spread):
+    """Return how much longer than the average the slowest of N devices takes for a step.
+
+    The expected maximum of N normal variables is about sqrt(2 ln N) standard deviations above their mean.
+
+    Args:
+        spread: standard deviation of the time of a step, as a share of its mean.
+    """
+    return 1 + spread * math.sqrt(2 * math.log(devices))
+
+
+def cluster_efficiency(step, devices, cluster, spread, reference=1):
+    """Return the speed per device on N devices, divided by the speed per device on `reference` devices."""
+
+    def seconds(n):
+        return step_seconds(step, lambda size: cluster_seconds(size, n, cluster)) * slowest(n, spread)
+
+    return seconds(reference) / seconds(devices)
 
 
 def fit_ring(ring, measured):
@@ -67,6 +120,30 @@ class Step(NamedTuple):
     def slower(self, factor):
         """Return this step on a device that takes `factor` times as long."""
         return Step(tuple(t * factor for t in self.ready), self.buckets, self.total * factor)
+
+
+SPREAD = 0.02  # of the time of a step between GPUs: chosen so that the model fits the published efficiencies
+
+
+def published_efficiency(run):
+    """Return what the model makes of a run in results/published.json, as a share."""
+    cluster = Cluster(run["gpus_per_node"], run["network_gbits"] * 1e9 / 8, run["inside_gbytes"] * 1e9)
+    step = even_step(run["seconds_per_step"], 4 * run["weights"])
+    return cluster_efficiency(step, run["devices"], cluster, SPREAD, run["reference"])
+
+
+def even_step(seconds, gradients, bucket=25 * 2**20, backward=2 / 3):
+    """Return a Step whose gradients become ready evenly during the backward pass.
+
+    Args:
+        seconds: float, of the whole step.
+        gradients: bytes.
+        bucket: bytes per bucket; DistributedDataParallel has 25 MiB.
+        backward: share of the step. It computes two gradients per layer, where the forward pass computes one output.
+    """
+    count = max(1, round(gradients / bucket))
+    ready = (seconds * (1 - backward * (1 - k / count)) for k in range(1, count + 1))
+    return Step(tuple(ready), (gradients / count,) * count, seconds)
 
 
 def step_seconds(step, all_reduce, overlap=1.0):

@@ -4,6 +4,7 @@ import re
 from statistics import mean, median
 
 from tools import steps
+from tools.book import step_model
 from tools.records import checkpoint_cost, group, hardware, published, records, select, spread
 
 LADDER = [
@@ -265,4 +266,15 @@ def drill():
     return by_hardware(records("drill"), render)
 
 
-TABLES = {f.__name__: f for f in (ladder, cifar10, accuracy, first_runs, input, ddp, launch, imagenet, train, drill)}
+def planning():
+    """The efficiencies that others have published, beside those of the planning model."""
+    rows = []
+    for name, run in published()["scaling"].items():
+        gpus = f"{run['devices']}, {run['gpus_per_node']} per node"
+        modelled = step_model.published_efficiency(run)
+        rows.append((name, gpus, f"{run['network_gbits']} Gbit/s", f"{run['efficiency']:.0%}", f"{modelled:.0%}"))
+    return table(("run", "GPUs", "network of a node", "published", "modelled"), rows)
+
+
+TABLES = (ladder, cifar10, accuracy, first_runs, input, ddp, launch, imagenet, train, drill, planning)
+TABLES = {function.__name__: function for function in TABLES}

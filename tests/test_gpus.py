@@ -1,0 +1,238 @@
+"""What is different on GPUs, as far as a machine without one can test it."""
+
+import copy
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, slurm_step
+from torch import nn
+from torch.optim.swa_utils import AveragedModel as TorchsAveragedModel
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from common import distributed, report
+from common.errors import UserError, lost_peer
+from common.syncbn import convert_sync_batchnorm
+from imagenet import flags
+from imagenet.data import DummyImages, build_loader
+from imagenet.elastic import GlobalBatches
+from imagenet.model import AveragedModel
+
+LIBRARIES = [Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"]
+LIBRARIES += Path(torch.__file__).parent.parent.glob("nvidia/nccl/lib/libnccl.so*")
+
+# Two errors after the death of a peer. Their parts in angle brackets are variable, the others are in the libraries.
+PROCESS_GROUP_NCCL = (
+    "NCCL error in: </pytorch/NCCLUtils.cpp:94>, <remote process exited or there was a network error>, "
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+)
+NCCL2 = "NCCL <operation> <failed>\nNCCL Last Error: <socketProgress: Connection closed by remote peer> <host1>"
+
+
+@pytest.mark.parametrize("text", [PROCESS_GROUP_NCCL, NCCL2])
+def test_the_loss_of_a_peer_is_one_line_in_both_nccl_implementations_of_torch(text):
+    message = lost_peer(RuntimeError(re.sub("[<>]", "", text)))
+    assert message.startswith("lost another rank (") and "\n" not in message
+    assert "its own message, or its launcher's, says why" in message
+
+
+def test_the_texts_of_these_errors_are_in_the_installed_libraries():
+    libraries = [path for path in LIBRARIES if path.exists()]
+    if len(libraries) < 2:
+        pytest.skip("this torch was built without CUDA")
+    content = b"".join(path.read_bytes() for path in libraries)
+    for text in (
+        "NCCL error in: ",
+        "remote process exited or there was a network error",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "Connection closed by remote peer",
+    ):
+        assert text.encode() in content, text
+
+
+def test_an_error_of_ours_in_cuda_is_not_a_lost_peer():
+    assert lost_peer(RuntimeError("CUDA error: an illegal memory access was encountered")) is None
+    assert lost_peer(RuntimeError("NCCL error in: x.cpp:1, invalid usage, ncclInvalidUsage: Duplicate GPU")) is None
+
+
+def model_with_batch_norm():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+
+def test_averaged_weights_are_those_of_torch_bit_for_bit():
+    model = model_with_batch_norm()
+    ours = AveragedModel(model, 0.9)
+    torchs = TorchsAveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+        ours.update(first=step == 0)
+        torchs.update_parameters(model)
+    ours.copy_counters()
+    expected, start = torchs.module.state_dict(), model_with_batch_norm().state_dict()
+    for name, tensor in ours.module.state_dict().items():
+        if tensor.is_floating_point():
+            assert torch.equal(tensor, expected[name]), name
+            assert not torch.equal(tensor, model.state_dict()[name]) and not torch.equal(tensor, start[name])
+        else:
+            assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    """A batch norm that also applies an activation, as timm's BatchNormAct2d does."""
+
+    def forward(self, images):
+        return super().forward(images).relu()
+
+
+def test_a_batch_norm_that_does_more_is_not_replaced_by_one_that_does_not():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), BatchNormAct(4))
+    with pytest.raises(UserError, match="BatchNormAct may do more than batch norm; leave out --sync-bn"):
+        convert_sync_batchnorm(model)
+    twice = convert_sync_batchnorm(convert_sync_batchnorm(model_with_batch_norm()))
+    assert type(twice[1]).__name__ == "SyncBatchNorm"
+
+
+def test_a_checkpoint_without_a_scaler_continues_as_fp16():
+    """Such as one of --amp none or bf16: GradScaler.load_state_dict({}) raises an error."""
+    run_class = runpy.run_path(str(ROOT / "06_imagenet.py"))["Run"]
+    run, model = object.__new__(run_class), nn.Linear(2, 2)
+    run.d, run.ema, run.model = SimpleNamespace(is_main=False), None, model
+    run.optimizer, run.scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    state = {"step": 3, "best": None, "model": model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    run.load_state_dict(state | {"scaler": {}}, "a checkpoint")
+    assert run.step == 3 and run.scaler.get_scale() == 2**16
+    run.load_state_dict(state | {"scaler": run.scaler.state_dict() | {"scale": 8.0}}, "a checkpoint")
+    assert run.scaler.get_scale() == 8
+
+
+FAKE = """
+import sys
+import torch
+for name, value in (("is_available", True), ("device_count", 1), ("current_accelerator", torch.device("cuda"))):
+    setattr(torch.accelerator, name, lambda *_, value=value: value)
+torch.accelerator.set_device_index = lambda index: None
+from common.distributed import setup_device
+print(setup_device(1, 2))
+"""
+
+
+def on_one_gpu(**parents):
+    """Return the output of a torchrun worker of two that sees one GPU, started by a process with these variables."""
+    env = os.environ | {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {name: value for name, value in env.items() if name != "CUDA_VISIBLE_DEVICES"} | parents
+    shell = f"CUDA_VISIBLE_DEVICES=0 {sys.executable} -c '{FAKE}'; true"  # true: or the shell becomes python
+    done = subprocess.run(["sh", "-c", shell], env=env, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def test_two_ranks_on_the_one_gpu_that_torchrun_sees_are_refused_by_name():
+    refused = on_one_gpu(CUDA_VISIBLE_DEVICES="0")
+    assert "2 processes on this machine, 1 GPU(s) in CUDA_VISIBLE_DEVICES=0: expected a GPU for each" in refused
+    for parents in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):  # something between torchrun and this process assigned it
+        assert on_one_gpu(**parents) == "cuda:0\n"
+
+
+def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp_path):
+    batches = GlobalBatches(4, 2, 0, 1)
+    monkeypatch.setattr("imagenet.data.cores_per_process", lambda _: 8)
+    images = copy.copy(DummyImages(4, 16))
+    images.__class__ = type("Images", (DummyImages,), {})
+    monkeypatch.setattr("imagenet.data.isinstance", lambda value, kind: False, raising=False)
+    assert build_loader(images, batches, None, 1).num_workers == 8
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert build_loader(images, batches, None, 1).num_workers == 6
+    monkeypatch.setattr("imagenet.data.cores_per_process", lambda _: 1)
+    assert build_loader(images, batches, None, 1).num_workers == 1
+
+
+def test_on_a_gpu_compiling_needs_a_c_compiler(monkeypatch):
+    monkeypatch.setattr(flags.os.path, "exists", lambda _: True)
+    monkeypatch.setattr(flags.shutil, "which", lambda name: name == "gcc")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    assert not flags.can_compile() or sys.platform == "darwin"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert flags.can_compile()
+
+
+RANK_1 = {
+    "03_mnmc_ddp_launch.py": {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2},
+    "04_mnmc_ddp_mp.py": {},
+    "05_mnmc_ddp_slurm.py": slurm_step(1, 2, "n1")
+    | {"SLURM_LOCALID": 1, "SLURM_NODEID": 0, "SLURM_STEP_TASKS_PER_NODE": 2},
+}
+
+
+class Reached(Exception):
+    """The process group would be joined now."""
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What init_process_group is given on a machine whose process uses GPU 1."""
+    given = {}
+
+    def join(backend, **options):
+        given.update(options, backend=backend)
+        raise Reached
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    monkeypatch.setattr(distributed, "setup_device", lambda *_: torch.device("cuda", 1))
+    return given
+
+
+@pytest.mark.parametrize("script", RANK_1)
+def test_03_to_05_bind_the_process_group_to_their_gpu(script, joined, monkeypatch):
+    for name, value in RANK_1[script].items():
+        monkeypatch.setenv(name, str(value))
+    main = runpy.run_path(str(ROOT / script))["main"]
+    args = SimpleNamespace(nproc_per_node=2, nodes=1, node_rank=0, dist_url="tcp://127.0.0.1:1")
+    with pytest.raises(Reached):
+        main(*[1] * (script[:2] == "04"), args)
+    assert joined["backend"] == "nccl" and joined["device_id"] == 1
+
+
+def test_setup_distributed_binds_the_process_group_to_its_gpu(joined, monkeypatch):
+    monkeypatch.setattr(distributed, "find_launcher", lambda _: ("torchrun", 3, 8, 3, 4, None))
+    monkeypatch.setattr(distributed, "_set_variables", lambda *_: None)
+    for backend, device in ((None, torch.device("cuda", 1)), ("gloo", None)):
+        with pytest.raises(Reached):
+            distributed.setup_distributed(backend)
+        assert joined["backend"] == (backend or "nccl") and joined["device_id"] == device
+
+
+def test_a_record_names_the_software_of_a_gpu(monkeypatch):
+    if torch.version.cuda is None:
+        pytest.skip("this torch was built without CUDA")
+    fields = report.gpu_software(torch.device("cuda", 0))
+    assert fields["cuda"] == torch.version.cuda and fields["nccl"].count(".") == 2 and fields["nccl_class"] is None
+    assert fields["tf32_matmul"] is False and fields["tf32_conv"] is True, "the defaults of torch"
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert report.gpu_software(torch.device("cuda", 0))["tf32_matmul"] is True
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (dvs)\n",
+    ],
+)
+def test_the_version_of_the_driver_is_found_in_both_forms(text, monkeypatch):
+    monkeypatch.setattr(report.Path, "exists", lambda _: True)
+    monkeypatch.setattr(report.Path, "read_text", lambda _: text)
+    assert report.gpu_software(torch.device("cuda", 0))["driver"] == "550.54.15"
