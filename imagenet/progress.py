@@ -140,7 +140,7 @@ class Progress(Report):
         waited, communicated = self.waiting.read(), self.communication.spans.read() if self.communication else 0.0
         waiting, exchanging = waited / seconds, communicated / seconds
         shares = f"data {waiting:.1%}, compute {max(0, 1 - waiting - exchanging):.1%}"
-        if self.communication:
+        if self.communication or self.record["world_size"] == 1:
             shares += f", communication {exchanging:.1%}"
         steps_done = self.epoch * self.steps + step + 1
         seconds_per_step = (now - self.epoch_start[0]) / (step + 1 - self.first_step)
