@@ -277,6 +277,8 @@ class Run:
         if self.ema:
             load_into(self.ema.module, state["ema"], path)
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["fused"] = self.d.device.type == "cuda"  # as here, not as in the checkpoint
         if state["scaler"]:  # empty unless the checkpoint is of --amp fp16
             self.scaler.load_state_dict(state["scaler"])
 

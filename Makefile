@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MACHINE ?= amd-epyc-2-cores
 
-.PHONY: help demo test test-all lint charts clean
+.PHONY: help demo test test-all gpu lint charts clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -27,6 +27,9 @@ test: $(VENV)/ready-dev  ## run the quick tests: about five minutes on two cores
 
 test-all: $(VENV)/ready-dev  ## run all tests: more than half an hour on two cores
 	$(RUN) -m pytest
+
+gpu:  ## prove and measure all on NVIDIA GPUs: 40 minutes in parts, installs nothing; PYTHON=... if not in .venv
+	$(if $(filter file,$(origin PYTHON)),$(RUN),$(PYTHON)) tools/gpu.py
 
 lint: $(VENV)/ready-dev  ## check style and formatting
 	$(VENV)/bin/ruff check .

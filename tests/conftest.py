@@ -28,8 +28,13 @@ ALL_SCRIPTS = [*SCRIPTS, "06_imagenet.py"]  # which has flags of its own
 IN_PROCESS = [script for script in SCRIPTS if script != "04_mnmc_ddp_mp.py"]  # what `run` can run
 QUICK = ["--arch", "mnist_net", "--batch-size", "8", "--dataset", "folder", "--data-dir"]  # and a folder: 3 steps
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+def needs_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
+
+
+def needs_gpus(test):
+    return pytest.mark.gpu(pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")(test))
 
 
 def slurm_step(rank=0, tasks=1, nodelist="localhost"):

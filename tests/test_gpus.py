@@ -107,11 +107,13 @@ def test_a_checkpoint_without_a_scaler_continues_as_fp16():
     """Such as one of --amp none or bf16: GradScaler.load_state_dict({}) raises an error."""
     run_class = runpy.run_path(str(ROOT / "06_imagenet.py"))["Run"]
     run, model = object.__new__(run_class), nn.Linear(2, 2)
-    run.d, run.ema, run.model = SimpleNamespace(is_main=False), None, model
+    run.d, run.ema, run.model = SimpleNamespace(is_main=False, device=torch.device("cpu")), None, model
     run.optimizer, run.scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
-    state = {"step": 3, "best": None, "model": model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1, fused=True)
+    state = {"step": 3, "best": None, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     run.load_state_dict(state | {"scaler": {}}, "a checkpoint")
     assert run.step == 3 and run.scaler.get_scale() == 2**16
+    assert run.optimizer.param_groups[0]["fused"] is False, "the checkpoint of a machine with GPUs may say True"
     run.load_state_dict(state | {"scaler": run.scaler.state_dict() | {"scale": 8.0}}, "a checkpoint")
     assert run.scaler.get_scale() == 8
 
