@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import nn
 
 from common.errors import UserError
@@ -67,7 +68,7 @@ def check_resume(args, d, checkpoints, images, state, path):
 
 
 def check_batches(args, d, model, batches):
-    """Refuse a batch that is too small to be cut into pieces, and say that --sync-bn does nothing for one process."""
+    """Refuse a batch that is too small to be cut into pieces, and say which flags do not do here what they promise."""
     fewest, most = batches.piece_sizes()
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     synchronized = args.sync_bn and d.world_size > 1
@@ -80,6 +81,9 @@ def check_batches(args, d, model, batches):
         )
     if args.sync_bn and d.world_size == 1 and d.is_main:
         print("--sync-bn with one process: ordinary batch norm, because there are no other processes")
+    emulated = d.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.amp == "bf16" and emulated and d.is_main:
+        print("--amp bf16: this GPU emulates bf16, which is slow; --amp fp16 is faster here")
 
 
 def load_into(model, weights, path):

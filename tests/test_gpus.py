@@ -24,6 +24,7 @@ from imagenet import flags
 from imagenet.data import DummyImages, build_loader
 from imagenet.elastic import GlobalBatches
 from imagenet.model import AveragedModel
+from imagenet.resume import check_batches
 
 LIBRARIES = [Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"]
 LIBRARIES += Path(torch.__file__).parent.parent.glob("nvidia/nccl/lib/libnccl.so*")
@@ -156,6 +157,18 @@ def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp
     assert build_loader(images, batches, None, 1).num_workers == 6
     monkeypatch.setattr("imagenet.data.cores_per_process", lambda _: 1)
     assert build_loader(images, batches, None, 1).num_workers == 1
+
+
+def test_a_gpu_that_emulates_bf16_is_named(monkeypatch, capsys):
+    d = SimpleNamespace(device=torch.device("cuda", 0), is_main=True, world_size=1)
+    args = SimpleNamespace(sync_bn=False, amp="bf16", batch_size=4)
+    for supported, said in (
+        (True, ""),
+        (False, "--amp bf16: this GPU emulates bf16, which is slow; --amp fp16 is faster"),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, supported=supported: supported)
+        check_batches(args, d, nn.Linear(2, 2), GlobalBatches(8, 4, 0, 1))
+        assert said in capsys.readouterr().out
 
 
 def test_on_a_gpu_compiling_needs_a_c_compiler(monkeypatch):
