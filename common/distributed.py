@@ -231,13 +231,14 @@ def _check_processes(launcher):
             raise LaunchError(f"{found}, expected one on each; srun --ntasks={nodes} --ntasks-per-node=1 torchrun ...")
         if nodes > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ["LOCAL_RANK"] == "0":
             log.warning("each of %d machines trains alone: for one run of all, torchrun --nnodes=%d", nodes, nodes)
-    per_pod = os.environ.get("PET_NPROC_PER_NODE", "")  # nprocPerNode of PyTorchJob; its WORLD_SIZE counts processes
-    each = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
-    if launcher == "nodes" and each > 1:
-        found = f"RANK without LOCAL_RANK counts machines, and this one should run {each} processes"
-        fix = f"torchrun --nnodes={'$PET_NNODES' if per_pod else '$WORLD_SIZE'} --node-rank=$RANK --nproc-per-node="
-        fix += f"{each} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT {SCRIPT}"
-        raise LaunchError(f"{found}: expected torchrun; {fix}")
+    if launcher == "nodes":
+        per_pod = os.environ.get("PET_NPROC_PER_NODE", "")  # of PyTorchJob, whose WORLD_SIZE counts processes
+        each = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
+        if each > 1:
+            found = f"RANK without LOCAL_RANK counts machines, and this one should run {each} processes"
+            fix = f"torchrun --nnodes={'$PET_NNODES' if per_pod else '$WORLD_SIZE'} --node-rank=$RANK --nproc-per-node="
+            fix += f"{each} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT {SCRIPT}"
+            raise LaunchError(f"{found}: expected torchrun; {fix}")
 
 
 def setup_device(local_rank, local_world_size):

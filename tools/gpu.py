@@ -9,7 +9,6 @@ so a plan that was stopped continues where it was. results/gpu/MACHINE.jsonl say
 Speeds are recorded beside those of other machines, and make charts MACHINE=... draws them.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -27,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from common.errors import UserError, one_line_errors
+from common.flags import Parser
 from common.report import environment
 from tools.bench.measure import pick_device
 from tools.experiments import Machine
@@ -166,9 +166,7 @@ def passed(path):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help="parts to run again; all that are not done if none is named"
     )

@@ -8,7 +8,6 @@ step reads its loss and its accuracy, as loops with running averages do. Without
 once and held in memory.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -23,24 +22,22 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms as T
 
 from common.errors import one_line_errors
-from common.flags import output_file, whole_number
+from common.flags import Parser, output_file, whole_number
 from common.report import environment, synchronize, warmup_steps
 from imagenet.flags import AMP_DTYPES
 from tools.bench.measure import pick_device
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--data-dir", metavar="DIR", help="folder with train/CLASS/*.jpg")
-    add("--arch", default="resnet18", metavar="NAME", help="a torchvision model (default: resnet18)")
-    add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images per step (default: 256)")
-    add("--image-size", type=whole_number(32), default=224, metavar="N", help="pixels per side (default: 224)")
-    add("--workers", type=whole_number(0), default=4, metavar="N", help="loader processes (default: 4)")
-    add("--steps", type=whole_number(20), default=60, metavar="N", help="training steps (default: 60)")
-    add("--amp", choices=("none", "bf16"), default="none", help="mixed precision (default: none)")
+    add("--arch", default="resnet18", metavar="NAME", help="a torchvision model")
+    add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images per step")
+    add("--image-size", type=whole_number(32), default=224, metavar="N", help="pixels per side")
+    add("--workers", type=whole_number(0), default=4, metavar="N", help="loader processes")
+    add("--steps", type=whole_number(20), default=60, metavar="N", help="training steps")
+    add("--amp", choices=("none", "bf16"), default="none", help="mixed precision")
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line to FILE")
     return parser.parse_args()
 

@@ -12,7 +12,6 @@ over to a cluster.
              seconds from a signal until all ranks have saved and exited, seconds until the resumed run has done a step
 """
 
-import argparse
 import contextlib
 import datetime
 import json
@@ -37,7 +36,7 @@ import imagenet.model
 import imagenet.progress  # noqa: F401  (imported before the ranks are forked, so that they start quickly)
 from common.distributed import free_port
 from common.errors import UserError, one_line_errors
-from common.flags import output_file, whole_number
+from common.flags import Parser, output_file, whole_number
 from common.report import environment
 from imagenet.elastic import Votes
 from imagenet.signals import EXIT_REQUEUE
@@ -48,13 +47,11 @@ FLAGS = "--arch small_net --image-size 32 --epochs 1000 --eval-every 0 --print-e
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--votes", nargs="*", type=whole_number(2), default=[2, 4, 8, 16], metavar="N", help="ranks that vote")
     add("--ranks", nargs="*", type=whole_number(2), default=[2, 8, 32, 64], metavar="N", help="ranks of 06")
-    add("--step-ms", type=whole_number(1), default=100, metavar="MS", help="milliseconds per step that votes (100)")
+    add("--step-ms", type=whole_number(1), default=100, metavar="MS", help="milliseconds per step that votes")
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per row to FILE")
     return parser.parse_args()
 
