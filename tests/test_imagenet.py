@@ -123,7 +123,7 @@ def wait_briefly_for_torchrun(rank):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_leave(train, one_each, tmp_path, name):
-    options = [one_each, "--batch-size", 8]
+    options = [one_each, "--batch-size", 8, "--eval-every", 0]  # a signal in an evaluation: see the test below
     step = signalled(train("run", 2, *options, "--epochs", 1000, prepare=wait_briefly_for_torchrun), name, rank=1)
     assert final(tmp_path / "run")["step"] == step >= 3
     epochs = step // 5 + 1
@@ -633,7 +633,7 @@ def test_every_flag_has_a_help_with_its_default_if_it_has_one(capsys):
         parse("--help")
     text = capsys.readouterr().out
     entries = re.split(r"\n  (?=-|TRAIN)", text.partition("show this help message")[2])[1:]
-    assert len(entries) == 37 and all(len(entry.split()) > 3 for entry in entries)
+    assert len(entries) == 38 and all(len(entry.split()) > 3 for entry in entries)
     assert "(default: None)" not in " ".join(text.split())
     assert sum("(default:" in " ".join(entry.split()) for entry in entries) >= 22
 
