@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 from test_launch import finished
 
@@ -60,7 +61,7 @@ def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by
     report = json.loads(out)
     assert [check["name"] for check in report["checks"]] == CHECKS
     assert all(check["verdict"] == "ok" for check in report["checks"] if check["name"] != "threads")
-    assert [rank["address"] for rank in report["ranks"]] == hosts.addresses
+    assert [rank["addresses"]["gloo"][1] for rank in report["ranks"]] == hosts.addresses
     assert [rank["host"] for rank in report["ranks"]] == hosts.names
     for size, speed in zip(preflight.SIZES, report["all_reduce"], strict=True):
         assert speed["bytes"] == size and speed["bus_bandwidth"] == pytest.approx(size / speed["seconds"])
@@ -72,7 +73,7 @@ def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by
     ("interface", "found"),
     [
         ("eth9", "rank 1 on host2 has no interface eth9"),
-        ("lo", "rank 1 on host2 would be reached at 127.0.0.1 (lo)"),
+        ("lo", "rank 1 on host2 listens at 127.0.0.1 (lo), which no other machine reaches"),
     ],
 )
 def test_a_wrong_interface_is_named_with_the_line_that_sets_the_right_one(hosts, interface, found):
@@ -186,7 +187,7 @@ def fact(rank, **more):
     return {
         "rank": rank, "world_size": 4, "local_rank": rank % 2, "launcher": "srun", "host": host, "pid": 100 + rank,
         "problem": None, "device": "cpu", "device_name": "cpu", "device_id": None, "gpus": 0, "backend": "gloo",
-        "interface": "eth0", "address": f"10.0.0.{rank // 2}", "interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.1"},
+        "addresses": {"gloo": ("eth0", f"10.0.0.{rank // 2}")}, "interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.1"},
         "python": "3.12.1", "torch": "2.9.0", "cuda": None, "nccl": None, "code": "abcdef01",
         "shared_memory": 2**33, "threads": 2, "cores": [0, 1, 2, 3], "variables": {},
     } | more  # fmt: skip
@@ -204,11 +205,45 @@ def test_ranks_of_different_worlds_are_told_apart():
 
 def test_gpus_on_some_ranks_alone_and_gpus_that_idle_are_told():
     nccl = {"backend": "nccl", "device": "cuda:0", "device_id": "GPU-1", "gpus": 8}
-    assert preflight.check_devices([fact(0, **nccl), fact(1)]).found == "rank 0 use nccl; rank 1 use gloo"
+    assert preflight.check_devices([fact(0, **nccl), fact(1)]).found == "nccl on rank 0; gloo on rank 1"
     check = preflight.check_devices([fact(0, **nccl), fact(1, **nccl | {"device_id": "GPU-2"})])
     assert (check.verdict, check.found) == ("warn", "n0 has 8 GPUs and 2 rank(s)")
     refused = preflight.check_devices([fact(0, problem="4 processes on this machine, 2 GPU(s)")])
     assert (refused.verdict, refused.found) == ("FAIL", "rank 0 on n0: 4 processes on this machine, 2 GPU(s)")
+
+
+def test_gpus_that_torch_cannot_use_are_a_failure_unless_they_are_hidden(monkeypatch, tmp_path):
+    def too_old():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.")
+
+    monkeypatch.setattr(preflight, "NVIDIA", tmp_path)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert preflight.unusable_gpus() is None, "no GPU in this machine"
+    (tmp_path / "0000:07:00.0").mkdir()
+    check = preflight.check_devices([preflight.facts(0, 1, 0, 1, "python")])
+    assert check.verdict == "FAIL" and "driver on your system is too old (found version 11040); see" in check.found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert preflight.check_devices([preflight.facts(0, 1, 0, 1, "python")]).verdict == "ok"
+
+
+def test_gloo_is_checked_beside_nccl_because_06_uses_both():
+    """As on Debian, where a machine's own name resolves to 127.0.1.1."""
+    both = {"backend": "nccl", "addresses": {"nccl": ("eth0", "10.0.0.1"), "gloo": ("lo", "127.0.1.1")}}
+    attempts = [
+        preflight.Attempt("n1", "n0", "gloo", "127.0.1.1", "Connection refused"),
+        preflight.Attempt("n1", "n0", "nccl", "10.0.0.1", None),
+    ]
+    check = preflight.check_addresses([fact(0, **both), fact(2)], attempts)
+    assert check.verdict == "FAIL" and "rank 0 on n0 listens at 127.0.1.1 (lo)" in check.found
+    assert check.change == "export GLOO_SOCKET_IFNAME=eth0  # on n0"
+    assert preflight.check_network([fact(0, **both), fact(2)], attempts).verdict == "FAIL"
+
+
+def test_an_error_of_a_single_rank_fails_too():
+    outcome = preflight.Outcome(None, RuntimeError("CUDA error: out of memory"), {0: "connecting"}, [])
+    check = preflight.check_all_reduce(outcome, [fact(0)])
+    assert (check.verdict, check.found) == ("FAIL", "CUDA error: out of memory")
 
 
 @pytest.mark.parametrize(("threads", "verdict"), [(4, "warn"), (2, "ok"), (1, "warn")])
@@ -233,20 +268,26 @@ def test_a_port_that_linux_hands_out_itself_is_told(monkeypatch):
     assert preflight.check_port([fact(0, variables={"MASTER_PORT": "29500"})]).verdict == "ok"
 
 
-def test_nccl_takes_the_interface_that_its_variable_names(monkeypatch):
-    here = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}
-    monkeypatch.setattr(preflight, "interfaces", lambda: here)
-    for wanted, expected in {
-        None: "eth0",
-        "eth1": "eth1",
-        "=eth": "=eth",
-        "^eth0,lo,docker": "eth1",
-        "ib": "ib",
-    }.items():
-        monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-        if wanted:
-            monkeypatch.setenv("NCCL_SOCKET_IFNAME", wanted)
-        assert preflight.own_address("nccl") == (expected, here.get(expected))
+@pytest.mark.parametrize(
+    ("wanted", "names", "expected"),
+    [
+        (None, "lo docker0 virbr0 eth0 eth1", "eth0"),
+        (None, "lo eth0 ib0", "ib0"),
+        (None, "lo virbr0 docker0", "docker0"),
+        (None, "virbr0 lo", "lo"),
+        ("eth1", "lo eth0 eth1", "eth1"),
+        ("=eth", "lo eth0 eth1", None),
+        ("=eth1", "lo eth10 eth1", "eth1"),
+        ("^eth0,lo,docker", "lo docker0 eth0 eth1", "eth1"),
+        ("ib", "lo eth0", None),
+    ],
+)
+def test_the_interface_of_nccl_is_found_in_its_own_order(monkeypatch, wanted, names, expected):
+    monkeypatch.setattr(preflight, "interfaces", lambda: {name: f"address of {name}" for name in names.split()})
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    if wanted:
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", wanted)
+    assert preflight.own_address("nccl") == (expected or wanted, expected and f"address of {expected}")
 
 
 def test_bus_bandwidth_is_what_the_ring_sends():
