@@ -77,6 +77,15 @@ def last_epochs(name, lines):
     return last
 
 
+def steady(lines):
+    """Return one record per run: its last, with the mean speed of all epochs but the first, if there are several."""
+    last = []
+    for epochs in group(lines, "started", "command").values():
+        speed = mean(r["images_per_second"] for r in epochs[min(1, len(epochs) - 1) :])
+        last.append(epochs[-1] | {"images_per_second": speed})
+    return last
+
+
 def need(data, label):
     """Return the data of a series. Without this check, a figure without the series would look correct.
 

@@ -41,6 +41,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else
 PROCESS_MEMORY = 1.4 * 2**30  # bytes: ResNet-18 with 256 images per training step and CIFAR-10 in memory
 PUBLISHED_BATCH = 256  # images per process in the accuracy experiment
 SYNCBN_BATCHES = (4, 8, 16, 32)  # images per process in the syncbn experiment
+GPU_IMAGES, GPU_EPOCHS = 50000, 8  # of the speed experiment on GPUs; times the number of processes
 
 
 class Run(NamedTuple):
@@ -55,12 +56,15 @@ def speed(machine, args, repeat):
     """Images per second, and seconds to start, with threads, DataParallel, torchrun, mp.spawn and srun."""
     on_cpu = machine.device == "cpu"
     size = 128 if on_cpu else 256  # images per process and training step
-    images_per_process = args.limit or 30 * size
+    images_per_process = args.limit or 30 * size  # on CPUs
 
     def run(launch, script, batch, images, processes=1, threads=1, gpus=""):
         setting = f"OMP_NUM_THREADS={threads} " if on_cpu else gpus
-        flags = f"--batch-size {batch} --limit {images} --epochs 1{extra(args)} --seed {repeat}"
-        return Run(f"{setting}{launch.format(processes)}{script} {flags}", images)
+        epochs = 1
+        if not on_cpu:  # the whole data set several times, or a run would take less than ten seconds
+            epochs, images = args.epochs or GPU_EPOCHS * processes, args.limit or GPU_IMAGES
+        flags = f"--batch-size {batch} --limit {images} --epochs {epochs}{extra(args)} --seed {repeat}"
+        return Run(f"{setting}{launch.format(processes)}{script} {flags}", epochs * images)
 
     most = max(args.processes)
     thread_counts = sorted({1, *args.processes}) if on_cpu else [1]
@@ -207,7 +211,7 @@ def parse_args():
     add("--data-dir", metavar="DIR", help="folder of images to use instead of the experiment's")
     add("--arch", metavar="NAME", help="model to use instead of the experiment's")
     add("--limit", type=whole_number(1), metavar="N", help="number of training images, for a quick trial")
-    add("--epochs", type=whole_number(1), metavar="N", help="number of epochs, in the experiments syncbn and accuracy")
+    add("--epochs", type=whole_number(1), metavar="N", help="number of epochs; without GPUs, speed uses 1 always")
     args = parser.parse_args()
     for name in args.experiments:
         if name not in EXPERIMENTS:

@@ -35,7 +35,7 @@ PART_SECONDS = 480
 LINES = 12  # of output to record, the last ones
 DUMMY = "06_imagenet.py --dummy 12800 --arch resnet18 --batch-size 256 --eval-every 0 --workers 0 --print-every 10"
 EXACT = "--arch resnet18 --image-size 64 --batch-size 64 --deterministic --ema 0.9 --workers 0 --eval-every 0"
-BF16 = "--amp bf16 --channels-last --image-size 224 --steps 60 --repeats 3"
+BF16 = "--batch-size 256 --amp bf16 --channels-last --image-size 224 --repeats 3"
 
 
 class Part(NamedTuple):
@@ -79,17 +79,17 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
             f"python {DUMMY} --epochs 2 --checkpoints-path {{tmp}} --resume --amp fp16",
         ]),
         Part("resnet50", 4, "06 beside the bare training step: ResNet-50", [
-            f"python tools/bench/train.py --arch resnet50 --batch-size 256 {BF16} --data-dir none --log-file {{train}}",
+            f"python tools/bench/train.py --arch resnet50 --steps 150 {BF16} --data-dir none --log-file {{train}}",
         ]),
         Part("peer", 3, "a plain training loop, for images per second beside those of 06", [
-            "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 60 --log-file {train}",
-            "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 60 --amp bf16 --log-file {train}",
+            "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 --log-file {train}",
+            "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 --amp bf16 --log-file {train}",
         ]),
         Part("resnet18", 3, "06 beside the bare training step: ResNet-18", [
-            f"python tools/bench/train.py --arch resnet18 --batch-size 256 {BF16} --data-dir none --log-file {{train}}",
+            f"python tools/bench/train.py --arch resnet18 --steps 400 {BF16} --data-dir none --log-file {{train}}",
         ]),
         Part("compile", 5, "the same with --compile: ResNet-50", [
-            f"python tools/bench/train.py --arch resnet50 --batch-size 256 {BF16} --compile --data-dir none "
+            f"python tools/bench/train.py --arch resnet50 --steps 150 {BF16} --compile --data-dir none "
             "--log-file {train}",
         ]),
         Part("rungs", 4, "01 to 05, with as many processes as GPUs", [
@@ -98,10 +98,13 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
             f"python 04_mnmc_ddp_mp.py {quick}", f"env {one_task} python 05_mnmc_ddp_slurm.py {quick}",
         ]),
         Part("preflight", 1, "preflight on this machine", [f"{torchrun} launch/preflight.py"]),
-        Part("speed", 8, "images per second of 01 to 05", ["python tools/experiments.py speed --limit 20000"]),
+        Part("speed", 8, "images per second of 01 to 05", [
+            f"python tools/experiments.py speed --repeats 2 --processes {' '.join(map(str, sorted({1, n})))}",
+        ]),
     ]  # fmt: skip
     if has_data("data/cifar10"):
-        command = "python tools/bench/input.py --dataset folder --data-dir data/cifar10 --epochs 5 --log-file {input}"
+        command = "python tools/bench/input.py --dataset folder --data-dir data/cifar10 --limit 50000 --epochs 10 "
+        command += "--repeats 3 --log-file {input}"
         parts.insert(5, Part("input", 6, "the input of 01 beside a classic loop and its limit", [command]))
     if has_data("data/imagenet-mini"):
         command = (

@@ -6,7 +6,8 @@ Three launches take turns, --repeats times:
 
     1 process, 1 thread       plain PyTorch
     2 processes, 1 thread     DistributedDataParallel. Its variants take turns step by step: no communication (no_sync),
-                              other bucket sizes, gradients as views of the buckets, gradients sent as bf16
+                              other bucket sizes, gradients as views of the buckets, gradients sent as bf16.
+                              On GPUs a turn is 20 training steps, because a wait after each would slow them down
     1 process, 2 threads      plain PyTorch, with as many cores as the two processes together
 
 With GPUs: one process on one GPU, and one process per GPU. Efficiency is images per second, divided by the number of
@@ -40,7 +41,8 @@ from common.flags import whole_number
 from common.report import environment, synchronize
 from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, spread, write
 
-STEPS, WARMUP = 10, 3  # training steps per launch
+TURNS, WARMUP = 10, 3  # per launch
+GPU_STEPS = 20  # training steps per turn on GPUs; on CPUs 1
 
 
 def bf16(model):
@@ -60,7 +62,9 @@ VARIANTS = {
 
 
 def add_flags(parser):
-    sizes = {"nargs": "*", "type": whole_number(1), "default": [1, 2, 4, 8, 16], "metavar": "N"}
+    counts = [1, 2, 4, 8, 16]  # on CPUs processes may share cores, but two cannot share a GPU
+    counts = [n for n in counts if n <= (torch.cuda.device_count() or 16)]
+    sizes = {"nargs": "*", "type": whole_number(1), "default": counts, "metavar": "N"}
     parser.add_argument("--launches", **sizes, help="numbers of processes whose launch is timed")
     parser.add_argument("--inside", action="store_true", help="run as one of the measured processes (internal)")
 
@@ -133,15 +137,17 @@ def measure(args):
     variants = VARIANTS if d.world_size > 1 else {"plain": lambda model: model}
     steps = {name: build_step(args, train_set, d.device, wrap) for name, wrap in variants.items()}
     times = {name: [] for name in steps}
-    for k in range(WARMUP + STEPS):
+    per_turn = GPU_STEPS if d.device.type == "cuda" else 1
+    for k in range(WARMUP + TURNS):
         for name, step in steps.items():
             dist.barrier()
             synchronize(d.device)
             begin = time.perf_counter()
-            step(images, targets, synced=name != "no_sync")
+            for _ in range(per_turn):
+                step(images, targets, synced=name != "no_sync")
             synchronize(d.device)
             if k >= WARMUP:
-                times[name].append(time.perf_counter() - begin)
+                times[name].append((time.perf_counter() - begin) / per_turn)
     if d.is_main:
         print(json.dumps({name: statistics.median(seconds) for name, seconds in times.items()}))
 

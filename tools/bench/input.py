@@ -11,11 +11,13 @@ Four loops train the same model on the same images. Each loop runs in its own pr
     01                01_snsc.py
     limit             the training step alone, on one batch that is already on the device
 
+On a GPU, 01 and the limit need --epochs N, so that they run for ten seconds or more; the classic loops run one epoch.
 A ratio compares runs of the same repeat. Memory is the sum over a loop's processes, with shared pages counted once. For
 large images, the loaders are also compared without training, in images per second for one worker.
 """
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -86,16 +88,17 @@ def run_loop(loop, args):
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
         if loop == "01":
-            command = [ROOT / "01_snsc.py", *flags, "--epochs", "1", "--log-file", log]
+            command = [ROOT / "01_snsc.py", *flags, "--epochs", args.epochs, "--log-file", log]
         else:
-            command = [ROOT / "tools/bench/input.py", *flags, "--loop", loop]
+            command = [ROOT / "tools/bench/input.py", *flags, "--loop", loop, "--epochs", args.epochs]
         process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
         with PeakMemory(process.pid) as peak:
             output = process.communicate()[0]
         if process.returncode != 0:
             raise UserError(f"the loop {loop!r} exited with code {process.returncode}; see its message above")
-        record = json.loads(log.read_text() if loop == "01" else output)
-    return {"images_per_second": record["images_per_second"], "peak_memory_mib": peak.mib}
+        records = [json.loads(line) for line in (log.read_text() if loop == "01" else output).splitlines()]
+    speeds = [record["images_per_second"] for record in records[-max(1, args.epochs - 1) :]]  # not the first of several
+    return {"images_per_second": statistics.mean(speeds), "peak_memory_mib": peak.mib}
 
 
 class PeakMemory:
@@ -151,7 +154,7 @@ def limit_loop(args):
     step = build_step(args, train_set, device)
     images, targets = first_batch(args, train_set)
     images, targets = build_transforms(train_set, args, device)[1](images.to(device)), targets.to(device)
-    return timed([(images, targets)] * (len(train_set) // args.batch_size), step, device)
+    return timed([(images, targets)] * (args.epochs * len(train_set) // args.batch_size), step, device)
 
 
 def classic_loop(args, in_memory):

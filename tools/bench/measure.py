@@ -23,7 +23,7 @@ def parse_args(doc, add_flags=lambda parser: None):
     parser.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="number of runs per variant")
     add_flags(parser)
     # For input.py: enough images that the batches which workers prefetch before the timing starts do not matter.
-    parser.set_defaults(limit=100 * 256)
+    parser.set_defaults(limit=100 * 256, epochs=1)
     return parser.parse_args()
 
 
