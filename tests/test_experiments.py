@@ -52,6 +52,12 @@ def test_every_command_is_one_that_its_script_takes(name, monkeypatch):
         assert args.seed in range(5) and args.log_file is None
 
 
+def test_on_gpus_a_run_trains_long_enough_to_be_measured():
+    flags = {re.search(r"--limit (\d+) --epochs (\d+)", command).groups() for command in commands("speed", BOX)}
+    assert flags == {("50000", str(8 * n)) for n in (1, 2, 4, 8)}
+    assert all(" --epochs 1 " in command for command in commands("speed", LAPTOP))
+
+
 def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
     assert counts(commands("speed", LAPTOP)) == {1, 2} and counts(commands("speed", BOX)) == {1, 2, 4, 8}
     assert counts(commands("speed", ONE_GPU)) == {1}

@@ -126,6 +126,13 @@ def test_a_notebook_is_stored_without_outputs_and_tells_how_to_add_a_machine(nam
     assert "make charts MACHINE=" in text
 
 
+def test_the_speed_of_a_run_is_the_mean_of_its_epochs_without_the_first():
+    run = {"started": "now", "command": "x"}
+    epochs = [run | {"epoch": k, "images_per_second": speed} for k, speed in ((1, 10.0), (2, 30.0), (3, 50.0))]
+    assert charts.steady(epochs) == [epochs[2] | {"images_per_second": 40.0}]
+    assert charts.steady(epochs[:1]) == epochs[:1]
+
+
 def test_the_published_ladder_is_reproduced_within_two_points():
     last = charts.last_epochs("accuracy", records.read(ROOT / f"results/accuracy/{charts.OURS}.jsonl"))
     for run in records.published()["cifar10"]["runs"]:

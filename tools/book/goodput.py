@@ -47,18 +47,18 @@ def simulate(interval, mtbf, checkpoint, restart, work, seed):
     """Return the share of time in which one simulated job trains, with failures at random times.
 
     Args:
-        work: seconds of training that the job must do.
+        work: seconds of training that the job must do, at least.
         seed: int, for the times of the failures.
     """
     draw = random.Random(seed)
-    now, done, fails_at = 0.0, 0.0, draw.expovariate(1 / mtbf)
-    while done < work:
-        training = min(interval, work - done)
-        if now + training + checkpoint <= fails_at:
-            now, done = now + training + checkpoint, done + training
-            continue
+    now, intervals, fails_at = 0.0, math.ceil(work / interval), draw.expovariate(1 / mtbf)
+    left = intervals
+    while True:
+        saved = min(left, int((fails_at - now) / (interval + checkpoint)))  # whole intervals until the next failure
+        now, left = now + saved * (interval + checkpoint), left - saved
+        if left == 0:
+            return intervals * interval / now
         now = fails_at
         while (fails_at := now + draw.expovariate(1 / mtbf)) < now + restart:  # it fails again while it starts
             now = fails_at
         now += restart
-    return work / now

@@ -266,6 +266,46 @@ def drill():
     return by_hardware(records("drill"), render)
 
 
+def votes():
+    """Make the table of the cost of votes by number of ranks: tools/bench/ranks.py."""
+    head = ("ranks", "one vote", "cost, if in every step", "Votes are in every k-th step, k", "cost")
+
+    def render(runs):
+        rows = [
+            (
+                run["ranks"], f"{1000 * run['vote_seconds']:.1f} ms", f"{100 * run['cost_every_step']:.2f} %",
+                run["every"], f"{100 * run['cost']:.2f} %",
+            )
+            for run in runs
+        ]  # fmt: skip
+        return table(head, rows)
+
+    return by_hardware(select(records("ranks"), what="votes"), render)
+
+
+def many_ranks():
+    """Make the table of the seconds and the memory of 06 by number of ranks: tools/bench/ranks.py."""
+    head = (
+        "ranks",
+        "first step after",
+        "memory per rank",
+        "saved and exited after",
+        "first step of the resumed run after",
+    )
+
+    def render(runs):
+        rows = [
+            (
+                run["ranks"], f"{run['start_seconds']:.1f} s", f"{run['memory_mib']:.0f} MiB",
+                f"{run['stop_seconds']:.1f} s", f"{run['resume_seconds']:.1f} s",
+            )
+            for run in runs
+        ]  # fmt: skip
+        return table(head, rows)
+
+    return by_hardware(select(records("ranks"), what="06"), render)
+
+
 def planning():
     """The efficiencies that others have published, beside those of the planning model."""
     rows = []
@@ -276,5 +316,19 @@ def planning():
     return table(("run", "GPUs", "network of a node", "published", "modelled"), rows)
 
 
-TABLES = (ladder, cifar10, accuracy, first_runs, input, ddp, launch, imagenet, train, drill, planning)
+TABLES = (
+    ladder,
+    cifar10,
+    accuracy,
+    first_runs,
+    input,
+    ddp,
+    launch,
+    imagenet,
+    train,
+    drill,
+    planning,
+    votes,
+    many_ranks,
+)
 TABLES = {function.__name__: function for function in TABLES}
