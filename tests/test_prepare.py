@@ -1,0 +1,198 @@
+"""tools/prepare_imagenet.py: archives, splits, smaller images, interruptions, damage."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+from common.errors import UserError
+from tools import prepare_imagenet as prepare
+
+
+def photo(size=(40, 30), seed=0, kind="JPEG"):
+    data = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    Image.fromarray(pixels).save(data, kind)
+    return data.getvalue()
+
+
+@pytest.fixture
+def flowers(tmp_path):
+    """Two classes of twenty photographs, one folder per class."""
+    for label in ("rose", "tulip"):
+        for k in range(20):
+            path = tmp_path / "flowers" / label / f"{k}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(photo(seed=k))
+    return tmp_path / "flowers"
+
+
+def run(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["prepare_imagenet.py", *map(str, flags), "--workers", "1"])
+    prepare.main(prepare.parse_args())
+
+
+def files(folder):
+    paths = [path for split in ("train", "val") for path in (folder / split).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.suffix != ".new"}
+
+
+def test_class_folders_are_split_by_name_so_that_new_images_move_no_old_ones(flowers, tmp_path, monkeypatch):
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
+    before = files(tmp_path / "a")
+    assert len(before) == 40 and {name.split("/")[0] for name in before} == {"train", "val"}
+    for label in ("rose", "tulip"):
+        assert 1 <= sum(name.startswith(f"val/{label}/") for name in before) <= 12
+        assert before.items() >= {name: (flowers / name.split("/", 1)[1]).read_bytes() for name in before}.items()
+    (flowers / "rose/new.jpg").write_bytes(photo())
+    run(monkeypatch, flowers, tmp_path / "b", "--val-share", 0.25)
+    assert before.items() <= files(tmp_path / "b").items()
+
+
+def test_a_small_share_still_leaves_every_class_an_image_for_validation(flowers, tmp_path, monkeypatch):
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.0001)
+    assert sorted(name.split("/")[:2] for name in files(tmp_path / "a") if name.startswith("val")) == [
+        ["val", "rose"],
+        ["val", "tulip"],
+    ]
+
+
+def test_large_images_are_resized_on_their_short_side_and_small_ones_kept(flowers, tmp_path, monkeypatch):
+    (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))
+    (flowers / "rose/small.png").write_bytes(photo((20, 10), kind="PNG"))
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25, "--short-side", 50)
+    (large,) = [path for path in (tmp_path / "a").rglob("large.*")]
+    (small,) = [path for path in (tmp_path / "a").rglob("small.*")]
+    assert (large.suffix, Image.open(large).size, Image.open(large).format) == (".jpg", (100, 50), "JPEG")
+    assert (small.suffix, Image.open(small).size, Image.open(small).format) == (".jpg", (20, 10), "JPEG")
+    (kept,) = [path for path in (tmp_path / "a").rglob("rose/7.jpg")]
+    assert kept.read_bytes() == (flowers / "rose/7.jpg").read_bytes()
+
+
+def test_an_interrupted_run_continues_and_overwrites_nothing(flowers, tmp_path, monkeypatch, capsys):
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
+    whole = files(tmp_path / "a")
+    (tmp_path / "a" / sorted(whole)[0]).unlink()
+    (tmp_path / "a" / sorted(whole)[1]).write_bytes(b"mine")
+    capsys.readouterr()
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
+    assert "40 images, 39 of them done before" in capsys.readouterr().out
+    assert files(tmp_path / "a") == whole | {sorted(whole)[1]: b"mine"}
+    with pytest.raises(UserError, match=r"was made with val_share 0\.25, not 0\.5: expected the same flags"):
+        run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.5)
+
+
+def test_damaged_images_are_named_and_left_out(flowers, tmp_path, monkeypatch, capsys):
+    data = photo()
+    (flowers / "rose/half.jpg").write_bytes(data[: len(data) // 2])
+    (flowers / "rose/text.jpg").write_text("no image")
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
+    captured = capsys.readouterr()
+    assert len(files(tmp_path / "a")) == 40 and "less 2 damaged ones" in captured.out
+    assert sorted(Path(line.split()[5]).name for line in captured.err.splitlines() if line.startswith("damaged")) == [
+        "half.jpg",
+        "text.jpg",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "message"),
+    [
+        (lambda flowers: None, [], "has neither train/ nor ILSVRC2012_img_train.tar; to split class folders"),
+        (lambda flowers: (flowers / "empty").mkdir(), ["--val-share", 0.1], "empty has no images"),
+        (lambda flowers: (flowers / "train").mkdir(), [], "has train/ and no val/"),
+        (lambda flowers: (flowers / "ILSVRC2012_img_val.tar").touch(), [], "has no ILSVRC2012_img_train.tar"),
+    ],
+)
+def test_a_wrong_source_is_refused_before_anything_is_written(flowers, tmp_path, monkeypatch, change, flags, message):
+    change(flowers)
+    with pytest.raises(UserError, match=message):
+        run(monkeypatch, flowers, tmp_path / "a", *flags)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(flowers, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(UserError, match=r"GiB to write, .* GiB free: expected enough space"):
+        run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.1)
+    assert not files(tmp_path / "a")
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+
+
+@pytest.fixture
+def archives(tmp_path, monkeypatch):
+    """ImageNet's three files with two classes of three training images, and five validation images."""
+    sio = pytest.importorskip("scipy.io")
+    folder = tmp_path / "archives"
+    folder.mkdir()
+    classes = {}
+    for k, label in enumerate(("n01", "n02")):
+        write_tar(tmp_path / "class.tar", {f"{label}_{i}.JPEG": photo(seed=10 * k + i) for i in range(3)})
+        classes[f"{label}.tar"] = (tmp_path / "class.tar").read_bytes()
+    write_tar(folder / prepare.TRAIN_TAR, classes)
+    write_tar(folder / prepare.VAL_TAR, {f"ILSVRC2012_val_{k:08}.JPEG": photo(seed=100 + k) for k in (3, 1, 2, 5, 4)})
+    kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "i4")]
+    synsets = np.array(
+        [(1, "n01", "tench, fish", "", 0), (2, "n02", "shark", "", 0), (3, "n99", "animal", "", 2)], kinds
+    )
+    meta = io.BytesIO()
+    sio.savemat(meta, {"synsets": synsets})
+    kit = "ILSVRC2012_devkit_t12/data"
+    labels = b"2\n1\n2\n1\n1\n"
+    write_tar(
+        folder / prepare.DEVKIT,
+        {f"{kit}/meta.mat": meta.getvalue(), f"{kit}/ILSVRC2012_validation_ground_truth.txt": labels},
+    )
+    monkeypatch.setattr("torchvision.datasets.imagenet._verify_archive", lambda *_: None)  # the sum of the real file
+    return folder
+
+
+def test_imagenets_archives_become_class_folders(archives, tmp_path, monkeypatch):
+    run(monkeypatch, archives, tmp_path / "a")
+    train = {
+        f"train/{label}/{label}_{i}.JPEG": photo(seed=10 * k + i)
+        for k, label in enumerate(("n01", "n02"))
+        for i in range(3)
+    }
+    labels = ["n02", "n01", "n02", "n01", "n01"]
+    val = {f"val/{labels[k - 1]}/ILSVRC2012_val_{k:08}.JPEG": photo(seed=100 + k) for k in range(1, 6)}
+    assert files(tmp_path / "a") == train | val
+
+
+def test_archives_that_do_not_belong_together_are_refused(archives, tmp_path, monkeypatch):
+    write_tar(archives / prepare.VAL_TAR, {"ILSVRC2012_val_00000001.JPEG": photo()})
+    with pytest.raises(UserError, match=r"has 1 images, and .* labels for 5"):
+        run(monkeypatch, archives, tmp_path / "a")
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_half_image_and_the_same_command_completes_it(flowers, tmp_path):
+    for k in range(300):
+        (flowers / f"rose/large{k}.jpg").write_bytes(photo((300, 300), seed=k))
+    command = [sys.executable, "tools/prepare_imagenet.py", flowers, tmp_path / "a", "--val-share", "0.25"]
+    command += ["--short-side", "200", "--workers", "3"]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    while not list((tmp_path / "a").rglob("*.jpg")):
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for name in files(tmp_path / "a"):
+        Image.open(tmp_path / "a" / name).load()
+    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert end.returncode == 0 and "next: python 06_imagenet.py" in end.stdout, end.stderr
+    assert len(files(tmp_path / "a")) == 340
