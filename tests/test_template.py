@@ -1,0 +1,88 @@
+"""template/train.py, copied with distributed.py into a folder of its own, as a user would."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+
+
+@pytest.fixture
+def project(tmp_path):
+    shutil.copy(ROOT / "template/train.py", tmp_path)
+    shutil.copy(ROOT / "common/distributed.py", tmp_path)
+    return tmp_path
+
+
+def run(project, *command, code=0):
+    """Run a command in the folder of the project; returns the lines of rank 0."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    end = subprocess.run(list(map(str, command)), cwd=project, env=env, capture_output=True, text=True)
+    assert end.returncode == code, end.stderr
+    return end.stdout.splitlines() if code == 0 else end.stderr
+
+
+def numbers(lines):
+    return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
+
+
+def test_two_processes_train_the_same_as_one_and_a_killed_run_continues_with_the_same_bits(project):
+    flags = ["train.py", "--epochs", 3, "--batch-size", 500]
+    one = run(project, sys.executable, *flags, "--checkpoints", "one")
+    two = run(project, *TORCHRUN, *flags, "--checkpoints", "two")
+    assert len(one) == 4 and re.match(r"epoch 1/3: train loss [\d.]+, accuracy [\d.]+% \| validation loss", one[0])
+    assert numbers(two) == pytest.approx(numbers(one), rel=1e-2)
+    accuracy = float(re.search(r"done: test loss [\d.]+, accuracy ([\d.]+)%", one[-1])[1])
+    assert accuracy > 60, "of five classes; guessing is 20"
+
+    process = subprocess.Popen(
+        [*map(str, [*TORCHRUN, *flags, "--checkpoints", "killed"])],
+        cwd=project, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("epoch 1/3"):
+            break
+    while not (project / "killed/last.pt").exists():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    run(project, *TORCHRUN, *flags, "--checkpoints", "killed", "--resume")
+    whole, killed = (torch.load(project / name / "last.pt") for name in ("two", "killed"))
+    assert whole["epoch"] == killed["epoch"] == 3 and whole["best"] == killed["best"]
+    assert all(torch.equal(value, killed["model"][name]) for name, value in whole["model"].items())
+
+
+def test_every_example_counts_once_on_three_processes(project):
+    text = (project / "train.py").read_text()
+    assert text.count("range(11000, 12000)") == 1
+    (project / "train.py").write_text(text.replace("range(11000, 12000)", "range(11000, 11997)"))
+    flags = ["train.py", "--epochs", 1, "--batch-size", 600, "--save-every", 5]
+    one = run(project, sys.executable, *flags)
+    three = run(project, *TORCHRUN[:-1], "--nproc-per-node=3", *flags)
+    count = float(one[-1].split()[-1].rstrip("%")) * 9.97
+    assert abs(count - round(count)) < 0.06 and numbers(three) == pytest.approx(numbers(one), rel=2e-2)
+
+
+def test_a_batch_that_the_processes_cannot_share_is_named(project):
+    assert "--batch-size 63: expected a multiple of the 2 processes" in run(
+        project, *TORCHRUN, "train.py", "--batch-size", 63, code=1
+    )
+
+
+@pytest.mark.slow
+def test_the_template_runs_under_srun_and_the_old_launcher(project, slurm):
+    end = slurm.run("srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1", "python", project / "train.py",
+                    "--epochs", "1", "--checkpoints", project / "srun")  # fmt: skip
+    assert end.returncode == 0 and end.stdout.count("done: test loss") == 1, end.stderr
+    lines = run(
+        project, sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "train.py", "--epochs", 1
+    )
+    assert lines[-1].startswith("done: test loss")
