@@ -38,9 +38,10 @@ from torch.nn.parallel import DistributedDataParallel
 from common.distributed import cleaned_up, setup_distributed, sum_over_ranks
 from common.errors import one_line_errors
 from common.syncbn import convert_sync_batchnorm
-from imagenet.checkpoint import BEST, Checkpoints, load_weights
+from imagenet.checkpoint import BEST, Checkpoints
 from imagenet.data import DeviceLoader, build_datasets, build_normalize
 from imagenet.elastic import GlobalBatches, Stopped, Votes, check_launch, exit_for_requeue
+from imagenet.finetune import freeze, start_from, train_mode
 from imagenet.flags import AMP_DTYPES, parse_args
 from imagenet.model import AveragedModel, build_model, parameter_groups
 from imagenet.progress import Progress
@@ -69,7 +70,8 @@ def main(args):
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = build_model(args, train_set).to(d.device)
     if args.weights and not state:
-        load_into(model, load_weights(args.weights), args.weights)
+        start_from(model, args, len(train_set.classes), d, group, LISTING)
+    freeze(model, args.freeze)
     if args.sync_bn and d.world_size > 1:
         model = convert_sync_batchnorm(model)
     ema = AveragedModel(model, args.ema) if args.ema else None
@@ -134,7 +136,7 @@ def train_epoch(run, epoch, loader, votes, checkpoints, progress):
     first_step = run.step - epoch * run.steps  # above 0 in a resumed epoch
     if first_step == 0:
         run.totals.zero_()
-    run.model.train()
+    train_mode(run.model, args.freeze)
     run.batches.set_epoch(epoch, first_step)
     batches = progress.timed(loader, epoch, first_step, run.totals)
     for step in range(first_step, run.steps):

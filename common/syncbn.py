@@ -39,11 +39,13 @@ class SyncBatchNorm(nn.BatchNorm2d):
 
     @classmethod
     def like(cls, norm):
-        """Return a SyncBatchNorm with the weights, running statistics and settings of an ordinary batch norm."""
+        """Return a SyncBatchNorm with the settings of an ordinary batch norm, its weights and its running statistics.
+
+        The tensors are the same objects, so frozen weights stay frozen.
+        """
         new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        for tensor in norm.state_dict().values():  # none, if it has neither weights nor statistics
-            new.to(tensor.device, tensor.dtype if tensor.is_floating_point() else None)
-        new.load_state_dict(norm.state_dict())
+        for name, tensor in [*norm.named_parameters(), *norm.named_buffers()]:
+            setattr(new, name, tensor)
         return new.train(norm.training)
 
     def forward(self, images):

@@ -146,6 +146,12 @@ def find_folders(train, val):
     return train, val
 
 
+def unused_test_folder(train, val):
+    """Return the folder test/ if there is one that find_folders() leaves aside, else None."""
+    test = os.path.join(train, "test")
+    return test if os.path.isdir(test) and not os.path.samefile(find_folders(train, val)[1], test) else None
+
+
 def list_images(root):
     """Return the image files of an ImageFolder tree: paths, targets int64 (N,), class names."""
     try:

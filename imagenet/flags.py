@@ -1,5 +1,6 @@
 """The flags of 06, checked before anything is loaded."""
 
+import argparse
 import os
 import shutil
 import sys
@@ -32,7 +33,15 @@ def parse_args(doc):
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet18", metavar="NAME", help="a torchvision model, or timm:NAME if timm is installed")
-    add("--weights", metavar="FILE", help="start from the weights in a checkpoint or a state_dict")
+    add("--weights", metavar="FILE", help="weights to start from: a checkpoint, a state_dict, or torchvision:DEFAULT")
+    add("--new-head", action="store_true", help="with --weights: a new last layer, for other classes")
+    add(
+        "--freeze",
+        type=prefixes,
+        default=Prefixes(),
+        metavar="NAMES",
+        help="do not train these parts: conv1,bn1,layer1",
+    )
     add("--sync-bn", action="store_true", help="batch norm over the images of all processes")
 
     add = parser.add_argument_group("recipe").add_argument
@@ -73,9 +82,12 @@ def parse_args(doc):
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per epoch to FILE")
     add("--tensorboard", metavar="DIR", help="write event files for TensorBoard")
     add("--deterministic", action="store_true", help="the same bits in every run; slower")
+    # torch.distributed.launch passes --local-rank; LOCAL_RANK says the same.
+    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     add_machine_flags(parser)
 
     args = parser.parse_args()
+    del args.local_rank
     check_machine_flags(parser, args)
     if (args.train_path is None) == (args.dummy is None):
         parser.error("expected either a folder of images or --dummy N: 06_imagenet.py data/imagenet")
@@ -83,7 +95,21 @@ def parse_args(doc):
         parser.error("--evaluate without a model to evaluate: add --weights FILE or --resume")
     if args.evaluate and args.weights and args.resume:
         parser.error("--evaluate with both --weights and --resume: which model? leave out one of the two")
+    if args.new_head and not args.weights:
+        parser.error("--new-head without --weights: which weights to start from? add --weights FILE")
     return args
+
+
+def prefixes(text):
+    """The type of --freeze: beginnings of names, with commas between them."""
+    return Prefixes(filter(None, text.split(",")))
+
+
+class Prefixes(tuple):
+    """Prints as it was typed."""
+
+    def __str__(self):
+        return ",".join(self)
 
 
 def add_machine_flags(parser):

@@ -67,6 +67,7 @@ class AveragedModel:
 
 def parameter_groups(model, weight_decay):
     """Return the weights, which decay, and the norms and biases, which weight decay does not help."""
-    weights = [p for p in model.parameters() if p.ndim > 1]
-    norms_and_biases = [p for p in model.parameters() if p.ndim <= 1]
+    trained = [p for p in model.parameters() if p.requires_grad]  # not those of --freeze
+    weights = [p for p in trained if p.ndim > 1]
+    norms_and_biases = [p for p in trained if p.ndim <= 1]
     return [{"params": weights, "weight_decay": weight_decay}, {"params": norms_and_biases, "weight_decay": 0.0}]

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from common.errors import UserError
+from imagenet.data import unused_test_folder
 
-MUST_STAY = ("arch", "batch_size", "image_size", "seed", "ema")
+MUST_STAY = ("arch", "batch_size", "image_size", "seed", "ema", "freeze")
 MAY_CHANGE = ("epochs", "accumulate", "lr", "schedule", "step_epochs", "warmup_epochs", "warmup_factor", "momentum")
 MAY_CHANGE += ("weight_decay", "label_smoothing", "clip_grad", "amp", "sync_bn")
 
@@ -79,6 +80,15 @@ def check_batches(args, d, model, batches):
             f"{batches.accumulate} micro-batches: expected {least} or more; at least --batch-size "
             f"{least * d.world_size * batches.accumulate}, or fewer processes or micro-batches"
         )
+    if args.warmup_epochs >= args.epochs and not args.evaluate and d.is_main:
+        print(
+            f"--warmup-epochs {args.warmup_epochs:g} of --epochs {args.epochs}: the learning rate never reaches its "
+            f"peak; expected a shorter warm-up, as --warmup-epochs {args.epochs / 20:g}"
+        )
+    test = unused_test_folder(args.train_path, args.val_path) if args.train_path and not args.evaluate else None
+    if test and d.is_main:
+        best = f"{args.checkpoints_path}/best.pt"
+        print(f"{test} is not used; to evaluate on it later: --evaluate --weights {best} --val-path {test}")
     if args.sync_bn and d.world_size == 1 and d.is_main:
         print("--sync-bn with one process: ordinary batch norm, because there are no other processes")
     emulated = d.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
@@ -96,4 +106,6 @@ def load_into(model, weights, path):
         model.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{path} does not fit this model ({reason}): expected weights of the same --arch") from None
+        raise UserError(
+            f"{path} does not fit this model ({reason}): expected weights of this --arch; for other classes, --new-head"
+        ) from None

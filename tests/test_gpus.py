@@ -161,7 +161,8 @@ def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp
 
 def test_a_gpu_that_emulates_bf16_is_named(monkeypatch, capsys):
     d = SimpleNamespace(device=torch.device("cuda", 0), is_main=True, world_size=1)
-    args = SimpleNamespace(sync_bn=False, amp="bf16", batch_size=4)
+    args = SimpleNamespace(sync_bn=False, amp="bf16", batch_size=4, evaluate=True, warmup_epochs=0, epochs=1)
+    args.train_path = None
     for supported, said in (
         (True, ""),
         (False, "--amp bf16: this GPU emulates bf16, which is slow; --amp fp16 is faster"),

@@ -30,7 +30,7 @@ from imagenet.elastic import GlobalBatches
 from imagenet.flags import can_compile
 from imagenet.model import build_model, parameter_groups
 from imagenet.progress import Progress
-from imagenet.resume import check_resume
+from imagenet.resume import check_batches, check_resume
 from imagenet.signals import EXIT_REQUEUE
 
 script = SimpleNamespace(**runpy.run_path(str(ROOT / "06_imagenet.py"), run_name="script"))
@@ -575,6 +575,21 @@ def test_a_damaged_image_is_replaced_by_the_next_one_with_its_own_target_but_not
 # The recipe
 
 
+def test_a_warm_up_as_long_as_the_training_and_an_unused_test_folder_are_named(tmp_path, capsys):
+    for split in ("train", "val", "test"):
+        (tmp_path / split).mkdir()
+    d = SimpleNamespace(device=torch.device("cpu"), is_main=True, world_size=1)
+
+    def said(*flags):
+        check_batches(parse(tmp_path, "--batch-size", 4, *flags), d, torch.nn.Linear(2, 2), GlobalBatches(8, 4, 0, 1))
+        return capsys.readouterr().out
+
+    assert said("--epochs", 6, "--val-path", tmp_path / "test") == ""
+    assert f"{tmp_path}/test is not used; to evaluate on it later: --evaluate" in said("--epochs", 6)
+    assert "--warmup-epochs 5 of --epochs 5: the learning rate never reaches its peak" in said("--epochs", 5)
+    assert said("--epochs", 5, "--evaluate", "--weights", "w.pt") == ""
+
+
 def test_the_rate_warms_up_to_its_peak_and_falls_to_nothing():
     args = parse("--dummy", 2, "--batch-size", 1024, "--lr", 0.2)
     assert script.learning_rate(args, 0) == pytest.approx(0.08), "a tenth of the peak of 0.2 x 1024 / 256"
@@ -633,7 +648,7 @@ def test_every_flag_has_a_help_with_its_default_if_it_has_one(capsys):
         parse("--help")
     text = capsys.readouterr().out
     entries = re.split(r"\n  (?=-|TRAIN)", text.partition("show this help message")[2])[1:]
-    assert len(entries) == 38 and all(len(entry.split()) > 3 for entry in entries)
+    assert len(entries) == 40 and all(len(entry.split()) > 3 for entry in entries)
     assert "(default: None)" not in " ".join(text.split())
     assert sum("(default:" in " ".join(entry.split()) for entry in entries) >= 22
 

@@ -1,0 +1,106 @@
+"""Fine-tuning: start from trained weights, with a new head for other classes, and freeze parts of the model."""
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import nn
+
+from common.errors import UserError, one_line
+from imagenet.checkpoint import load_weights
+from imagenet.resume import load_into
+
+TORCHVISION = "torchvision:"
+
+
+def start_from(model, args, num_classes, d, group, timeout):
+    """Load the weights of --weights into a model, on every rank.
+
+    Args:
+        args: reads weights, new_head and arch.
+        num_classes: int, the outputs of the head.
+        d: Distributed.
+        group: a gloo process group of all ranks.
+        timeout: datetime.timedelta, for the download by the first rank of each machine.
+
+    Raises:
+        UserError: there are no such weights, or they do not fit.
+    """
+    if args.weights.startswith(TORCHVISION):
+        if d.local_rank == 0:
+            download(args.weights, args.arch)
+        dist.monitored_barrier(group, timeout)
+        weights = download(args.weights, args.arch)
+    else:
+        weights = load_weights(args.weights)
+    if args.new_head:
+        weights, message = replace_head(model, weights, num_classes)
+        if d.is_main:
+            print(f"--weights {args.weights}: {message}")
+    load_into(model, weights, args.weights)
+
+
+def download(source, arch):
+    """Return the state_dict of torchvision:NAME for a model. A file that was downloaded before is used again.
+
+    Raises:
+        UserError: torchvision has no such weights, or there is no network.
+    """
+    name = source.removeprefix(TORCHVISION)
+    try:
+        choices = torchvision.models.get_model_weights(arch).__members__
+    except ValueError:
+        raise UserError(f"--weights {source}: torchvision has no weights for --arch {arch}; name a file") from None
+    if name not in choices:
+        raise UserError(f"--weights {source}: expected one of {', '.join(TORCHVISION + name for name in choices)}")
+    try:
+        return choices[name].get_state_dict(progress=False, check_hash=True)
+    except (OSError, RuntimeError) as error:  # no network, a full disk; another hash
+        raise UserError(
+            f"--weights {source}: cannot download {choices[name].url} ({one_line(error)[:100]}); download it on "
+            f"another machine and copy it into {torch.hub.get_dir()}/checkpoints/"
+        ) from None
+
+
+def head_of(model, num_classes):
+    """Return the name of a model's last layer that has one output per class."""
+    sizes = {name: getattr(m, "out_features", getattr(m, "out_channels", None)) for name, m in model.named_modules()}
+    return [name for name, size in sizes.items() if size == num_classes][-1]
+
+
+def replace_head(model, weights, num_classes):
+    """Return weights with the untrained head of the model instead of their own, and a message that says what changed.
+
+    Weights that the model does not have, such as those of a second output for training, are left out.
+    """
+    own, head = model.state_dict(), head_of(model, num_classes)
+    new = {name: value for name, value in own.items() if name.startswith(f"{head}.")}
+    loaded = {name: value for name, value in weights.items() if name in own and name not in new}
+    left_out = [f"{name} {tuple(value.shape)}" for name, value in weights.items() if name not in loaded]
+    made = [f"{name} {tuple(value.shape)}" for name, value in new.items()]
+    return loaded | new, f"{len(loaded)} tensors loaded | new: {', '.join(made)} | left out: {', '.join(left_out)}"
+
+
+def freeze(model, prefixes):
+    """Freeze the weights whose names begin with one of the prefixes. DistributedDataParallel then does not send them.
+
+    Raises:
+        UserError: a prefix matches nothing, or no weights are left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for prefix in prefixes:
+        chosen = [name for name in parameters if name.startswith(prefix)]
+        if not chosen:
+            parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in parameters))
+            raise UserError(f"--freeze {prefix}: no weights have such names; expected the beginning of {parts}")
+        for name in chosen:
+            parameters[name].requires_grad_(False)
+    if not any(p.requires_grad for p in parameters.values()):
+        raise UserError(f"--freeze {','.join(prefixes)}: no weights are left to train; freeze fewer parts")
+
+
+def train_mode(model, prefixes):
+    """Set a model to training mode, but frozen batch norm to evaluation: its statistics do not change."""
+    model.train()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name.startswith(tuple(prefixes)):
+            module.eval()

@@ -1,0 +1,141 @@
+"""Fine-tuning in 06: other classes, frozen parts, weights of torchvision."""
+
+import datetime
+import urllib.error
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torchvision
+from conftest import ROOT
+from test_imagenet import SMALL, final, one_each, parse, train  # noqa: F401
+
+from common.errors import UserError
+from imagenet import finetune
+from imagenet.checkpoint import decode, read_file
+from imagenet.flags import Prefixes
+from imagenet.model import build_model, parameter_groups
+from tools.book.translations import FLAGS
+
+
+def model_of(arch, num_classes, size=32):
+    dataset = SimpleNamespace(channels=3, image_size=(size, size), num_classes=num_classes)
+    return build_model(SimpleNamespace(arch=arch, channels_last=False), dataset)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head"),
+    [
+        ("resnet18", "fc"),
+        ("mobilenet_v3_small", "classifier.3"),
+        ("squeezenet1_1", "classifier.1"),
+        ("densenet121", "classifier"),
+        ("small_net", "17"),
+    ],
+)
+def test_a_new_head_replaces_the_last_layer_alone_and_says_so(arch, head):
+    size = 64 if arch == "squeezenet1_1" else 32
+    model, before = model_of(arch, 7, size), model_of(arch, 4, size).state_dict()
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    weights, message = finetune.replace_head(model, before | {"aux.weight": torch.ones(2)}, 7)
+    model.load_state_dict(weights)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, own[name] if name.startswith(f"{head}.") else before[name]), name
+    assert message.startswith(f"{len(own) - 2} tensors loaded | new: {head}.weight (7,")
+    assert f"left out: {head}.weight (4," in message and message.endswith("aux.weight (2,)")
+
+
+def test_a_head_for_as_many_classes_is_new_too():
+    model, before = model_of("small_net", 4), model_of("small_net", 4).state_dict()
+    weights, _ = finetune.replace_head(model, before, 4)
+    assert weights["17.weight"] is not before["17.weight"] and weights["0.weight"] is before["0.weight"]
+
+
+def test_frozen_weights_are_not_trained_and_frozen_batch_norm_does_not_move():
+    model = model_of("resnet18", 4)
+    finetune.freeze(model, Prefixes(["conv1", "bn1", "layer1", "layer2"]))
+    finetune.train_mode(model, Prefixes(["conv1", "bn1", "layer1", "layer2"]))
+    assert not model.bn1.training and not model.layer1[0].bn1.training and model.layer3[0].bn1.training
+    trained = {id(p) for group in parameter_groups(model, 0.1) for p in group["params"]}
+    assert trained == {id(p) for name, p in model.named_parameters() if name.startswith(("layer3", "layer4", "fc"))}
+
+
+def test_freezing_nothing_or_everything_is_refused():
+    with pytest.raises(
+        UserError, match="--freeze stem: no weights have such names; expected the beginning of conv1, bn1"
+    ):
+        finetune.freeze(model_of("resnet18", 4), Prefixes(["stem"]))
+    with pytest.raises(UserError, match=r"--freeze conv1,bn1,layer,fc: no weights are left to train"):
+        finetune.freeze(model_of("resnet18", 4), Prefixes(["conv1", "bn1", "layer", "fc"]))
+
+
+def test_a_part_of_a_model_is_trained_on_other_classes_by_two_ranks_and_resumed(train, one_each, tmp_path):  # noqa: F811
+    dummy = ["--dummy", 20, "--epochs", 1, "--batch-size", 10]
+    assert train("before", 1, *dummy).wait() == [0]
+    path = next((tmp_path / "before/checkpoints").glob("step-*.pt"))
+    other = [one_each, "--epochs", 1, "--batch-size", 20, "--lr", 1, "--weights", path, "--sync-bn", "--ema", 0.5]
+    refused = train("refused", 1, *other)
+    assert refused.wait() == [2] and "for other classes, --new-head" in refused.output()
+    flags = [*other, "--new-head", "--freeze", "features.0,features.1"]
+    tuned = train("tuned", 2, *flags)
+    assert tuned.wait() == [0, 0], tuned.output()
+    assert "tensors loaded | new: classifier.3.weight (40, 1024)" in tuned.output()
+    assert "left out: classifier.3.weight (1000, 1024)" in tuned.output()
+    before, after = decode(read_file(path))["model"], final(tmp_path / "tuned")["model"]
+    shared = [name for name in before if not name.startswith("classifier.3.")]
+    frozen = {name for name in shared if name.startswith(("features.0.", "features.1."))}
+    changed = {name for name in shared if not torch.equal(before[name], after[name])}
+    assert not frozen & changed and len(changed) > 0.5 * len(shared) and any("running_mean" in name for name in changed)
+    again = train("tuned", 2, *flags, "--resume", "--epochs", 2)
+    assert again.wait() == [0, 0] and "tensors loaded" not in again.output(), again.output()
+    other_parts = train("tuned", 1, *other, "--resume", "--freeze", "features")
+    assert other_parts.wait() == [2] and "--freeze features, but" in other_parts.output()
+
+
+def test_weights_of_torchvision_are_downloaded_by_one_rank_and_read_by_all(monkeypatch):
+    calls = []
+
+    def get_state_dict(self, **options):
+        calls.append((self.name, options))
+        return model_of("resnet18", 1000).state_dict()
+
+    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", get_state_dict)
+    monkeypatch.setattr(finetune.dist, "monitored_barrier", lambda group, timeout: calls.append("barrier"))
+    args = SimpleNamespace(weights="torchvision:DEFAULT", arch="resnet18", new_head=True)
+    for local_rank in (0, 1):
+        calls.clear()
+        d = SimpleNamespace(local_rank=local_rank, is_main=False)
+        finetune.start_from(model_of("resnet18", 4), args, 4, d, None, datetime.timedelta(1))
+        once = ("IMAGENET1K_V1", {"progress": False, "check_hash": True})
+        assert calls == [once, "barrier", once][local_rank:]
+
+
+def test_weights_that_torchvision_lacks_or_cannot_download_are_one_line(monkeypatch):
+    with pytest.raises(UserError, match="torchvision has no weights for --arch small_net; name a file"):
+        finetune.download("torchvision:DEFAULT", "small_net")
+    with pytest.raises(
+        UserError, match="expected one of torchvision:IMAGENET1K_V1, torchvision:IMAGENET1K_V2, torchvision"
+    ):
+        finetune.download("torchvision:V3", "resnet50")
+
+    def offline(*_, **__):
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", offline)
+    with pytest.raises(UserError, match=r"cannot download https://.*resnet18.*copy it into .*/checkpoints/"):
+        finetune.download("torchvision:DEFAULT", "resnet18")
+
+
+@pytest.mark.parametrize("ours", [ours for pairs in FLAGS.values() for _, ours in pairs])
+def test_flags_that_are_translated_from_other_trainings_are_taken(ours, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ours.split()
+    source = [] if words and words[0].startswith("data/") else ["data/imagenet"]
+    monkeypatch.setattr("imagenet.flags.can_compile", lambda: True)
+    parse(*words, *source)
+
+
+def test_a_new_head_needs_weights(capsys):
+    with pytest.raises(SystemExit):
+        parse("--dummy", 8, "--new-head")
+    assert "--new-head without --weights" in capsys.readouterr().err
