@@ -4,15 +4,21 @@ import argparse
 import os
 import re
 import socket
+import sys
 
 import torch
 
-from common.flags import shared_flags, whole_number
+from common.flags import launched_copies, shared_flags, warn, whole_number
 
 
 def parse_ddp_args(doc):
     """Parse the flags of 03 and 05: those of 01, and --sync-bn."""
-    return _ddp_flags(doc).parse_args()
+    args = _ddp_flags(doc).parse_args()
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("RANK") == "0":
+        script = os.path.basename(sys.argv[0])
+        warn(f"{script}: --max-restarts={restarts}: each restart begins at epoch 1; 06_imagenet.py --resume continues")
+    return args
 
 
 def parse_spawn_args(doc):
@@ -24,8 +30,8 @@ def parse_spawn_args(doc):
     add("--node-rank", type=whole_number(0), default=0, metavar="N", help="which machine this is, counted from 0")
     add("--dist-url", metavar="tcp://HOST:PORT", help="the address of rank 0; on one machine, a free port by default")
     args = parser.parse_args()
-    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if (count := os.environ.get(name, "")).isdigit() and int(count) > args.nodes:
+    for name, count in launched_copies().items():
+        if count > args.nodes:
             problem = f"{name}={count}: a launcher started {count} copies of a script that starts its own processes"
             command = f"python {parser.prog}, or srun --ntasks={args.nodes} --ntasks-per-node=1 python {parser.prog}"
             parser.error(f"{problem}, expected one per machine; {command}")
@@ -46,5 +52,5 @@ def _ddp_flags(doc):
     parser = shared_flags(doc)
     parser.add_argument("--sync-bn", action="store_true", help="batch norm over the images of all processes")
     # torch.distributed.launch passes --local-rank; LOCAL_RANK says the same.
-    parser.add_argument("--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     return parser

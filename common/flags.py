@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import os
+import sys
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,7 +30,24 @@ class Parser(argparse.ArgumentParser):
 
 def parse_args(doc):
     """Parse the flags of 01 and 02. --help prints `doc`, the docstring of the script."""
-    return shared_flags(doc).parse_args()
+    args = shared_flags(doc).parse_args()
+    for name, count in launched_copies().items():
+        if count > 1 and "0" in (os.environ.get(rank) for rank in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")):
+            script = os.path.basename(sys.argv[0])
+            warn(
+                f"{script}: {name}={count}: each of {count} copies trains alone; 03_mnmc_ddp_launch.py shares the work"
+            )
+    return args
+
+
+def launched_copies():
+    """Return how many copies of this script a launcher has started, as {environment variable: number}."""
+    names = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    return {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}
+
+
+def warn(message):
+    print(message, file=sys.stderr, flush=True)
 
 
 def shared_flags(doc):
@@ -55,6 +73,7 @@ def shared_flags(doc):
     add("--arch", default="resnet18", metavar="NAME", help="a torchvision model, mnist_net or small_net")
     add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
     add("--seed", type=whole_number(0, 2**32), default=0, metavar="N", help="for weights, order and augmentation")
+    add("--print-every", type=whole_number(1), default=50, metavar="N", help="training steps between lines")
     add("--limit", type=whole_number(2), metavar="N", help="train on N images only, for a quick try")
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per epoch to FILE")
     add("--save", type=output_file, metavar="FILE", help="write the trained weights to FILE")

@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torchvision
+from tqdm import tqdm
 
 from common.errors import UserError
-
-PRINT_EVERY = 50  # training steps
 
 # How a recorded command starts, given the number of machines and the processes on each.
 COMMANDS = {
@@ -64,10 +63,23 @@ class Report:
         }
         if args.log_file:
             self.record["repeat"] = count_repeats(args.log_file, self.record["command"])
+        self.bar = None
 
     def print(self, line):
         if self.rank == 0:
-            print(line, flush=True)
+            tqdm.write(line)  # above the progress bar, if there is one
+            sys.stdout.flush()
+
+    def with_bar(self, batches, total):
+        """Yield batches. On a terminal, rank 0 shows the progress of the epoch meanwhile."""
+        is_hidden = self.rank > 0 or not sys.stdout.isatty()
+        description = f"epoch {self.epoch + 1}/{self.args.epochs}"
+        with tqdm(
+            total=total, desc=description, unit="step", leave=False, disable=is_hidden, file=sys.stdout
+        ) as self.bar:
+            for batch in batches:
+                yield batch
+                self.bar.update()
 
     def header(self, model, train_set, test_set, lr):
         """Print what decides the cost and the result of a run. `lr` is the learning rate after scaling."""
@@ -95,14 +107,17 @@ class Report:
         )
 
     def timed(self, loader, epoch):
-        """Yield the batches of a training epoch, and measure how long the loop waits for each.
+        """Return an iterator over the batches of a training epoch that measures how long the loop waits for each.
 
         On a GPU the wait is an upper bound of what data costs: meanwhile the GPU works on earlier steps.
         """
         self.epoch, self.steps, self.images, self.waited = epoch, len(loader), 0, 0.0
         self.totals = [0.0, 0.0, 0.0]
         self.epoch_start = self.timing_start = self.line_start = self._mark()
-        batches, step, asked = iter(loader), 0, time.perf_counter()
+        return self.with_bar(self._timed(iter(loader)), self.steps)
+
+    def _timed(self, batches):
+        step, asked = 0, time.perf_counter()
         while batch := next(batches, None):  # to its end: RandomSampler draws a last random number there
             self.waited += time.perf_counter() - asked
             self.images += len(batch[1])
@@ -114,7 +129,7 @@ class Report:
 
     def due(self, step):
         """Return whether a step, counted from 0, gets a line: every 50th and the last. All ranks agree."""
-        return (step + 1) % PRINT_EVERY == 0 or step + 1 == self.steps
+        return (step + 1) % self.args.print_every == 0 or step + 1 == self.steps
 
     def show_step(self, step, totals):
         """Print loss and accuracy since the start of the epoch, and the speed since the last line.
@@ -127,11 +142,12 @@ class Report:
         new = totals.tolist()  # note: this waits for the device
         self.totals = [a + b for a, b in zip(self.totals, new, strict=True)]
         loss, correct, images = self.totals
-        self.train_loss, self.train_acc = loss / images, 100 * correct / images
+        self.train_loss, self.train_acc, speed = loss / images, 100 * correct / images, self._speed(self.line_start)
         self.print(
             f"   == step: [{step + 1:3}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | "
-            f"loss: {self.train_loss:.3f} | acc: {self.train_acc:6.3f}% | {self._speed(self.line_start):.0f} img/s"
+            f"loss: {self.train_loss:.3f} | acc: {self.train_acc:6.3f}% | {speed:.0f} img/s"
         )
+        self.bar.set_postfix_str(f"loss {self.train_loss:.3f}, {speed:.0f} img/s")
         self.line_start = self._mark()
         if step + 1 == self.steps:
             self.seconds = self.line_start[0] - self.epoch_start[0]

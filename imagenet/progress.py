@@ -106,7 +106,7 @@ class Progress(Report):
         self.seconds, self.waited, self.communicated = None, 0.0, 0.0
         self.totals = totals.tolist()
         self.epoch_start = self.timing_start = self.line_start = self._mark()
-        return self._timed(iter(loader))
+        return self.with_bar(self._timed(iter(loader)), (self.steps - first_step) * self.accumulate)
 
     def _timed(self, batches):
         steps = self.steps - self.first_step
@@ -149,6 +149,7 @@ class Progress(Report):
             f"   == step: [{step + 1:4}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | loss: {loss:.3f} | "
             f"top-1: {top1:6.3f}% | {speed:.0f} img/s | lr {lr:.4g} | {shares} | {duration(left)} left"
         )
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} img/s")
         scalars = {"train/loss": loss, "train/top1": top1, "train/top5": top5, "train/lr": lr}
         scalars |= {"speed/images_per_second": speed, "speed/data": waiting, "speed/communication": exchanging}
         self._write_scalars(steps_done, scalars)

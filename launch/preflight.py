@@ -591,6 +591,7 @@ def parse_args():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # from torch.distributed.launch
     return parser.parse_args()
 
 

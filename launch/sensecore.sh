@@ -22,7 +22,7 @@ fi
 try="to try it on one machine: RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 launch/sensecore.sh $*"
 for name in RANK WORLD_SIZE MASTER_ADDR MASTER_PORT; do
     if [[ -z ${!name:-} ]]; then
-        fail "$name is not set: expected SenseCore to set it on each machine; $try"
+        fail "$name is not set: SenseCore sets it for a job submitted with -d AllReduce, not -d StandAlone; $try"
     fi
 done
 # Otherwise a value that is not a number fails only minutes later, or leaves the machines waiting for each other.

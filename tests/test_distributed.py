@@ -277,6 +277,23 @@ def test_a_task_that_sees_one_gpu_takes_that_one_whatever_its_local_rank(environ
         assert setup_device(3, 4) == torch.device("cuda", 0)
 
 
+def test_one_slurm_task_with_several_gpus_is_refused_with_the_ways_that_work(environment, gpus):
+    alone = srun(0, 2, SLURM_STEP_TASKS_PER_NODE="1(x2)")
+    environment(**alone)
+    gpus(2)
+    with pytest.raises(
+        LaunchError, match=r"one Slurm task with 2 GPUs: .*srun --ntasks-per-node=2 python .*, or srun torchrun"
+    ):
+        setup_device(0, 1)
+    environment(**alone, **torchrun(0))
+    assert setup_device(0, 2) == torch.device("cuda", 0), "a torchrun in the task"
+    environment(**srun(0))
+    assert setup_device(0, 2) == torch.device("cuda", 0), "a task for each GPU"
+    environment(**alone)
+    gpus(1)
+    assert setup_device(0, 1) == torch.device("cuda", 0)
+
+
 def test_accelerators_with_a_backend_of_their_own_are_used_and_apples_is_not(environment, gpus):
     gpus(2, "xpu")
     assert setup_device(1, 2) == torch.device("xpu", 1)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import QUICK, ROOT, TRAIN, start
+from conftest import QUICK, ROOT, TRAIN, parse, start
 from test_distributed import started
 
+from common.ddp_flags import parse_ddp_args
 from common.distributed import free_port
+from common.flags import parse_args
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 LAUNCH = {
@@ -56,6 +58,35 @@ def gone(processes, seconds=10):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spelling", ["--local-rank=1", "--local_rank=1"])
+@pytest.mark.parametrize(
+    "script", ["03_mnmc_ddp_launch.py", "05_mnmc_ddp_slurm.py", "06_imagenet.py", "launch/preflight.py"]
+)
+def test_scripts_take_the_flag_of_torch_distributed_launch_in_both_spellings(script, spelling, monkeypatch):
+    assert parse(monkeypatch, script, spelling).local_rank == "1"
+
+
+def test_a_plain_rung_under_max_restarts_says_that_it_begins_again(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setattr(sys, "argv", ["03_mnmc_ddp_launch.py"])
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        parse_ddp_args("")
+        err = capsys.readouterr().err
+        assert err.count("--max-restarts=3: each restart begins at epoch 1; 06_imagenet.py --resume continues") == lines
+
+
+@pytest.mark.parametrize("names", [("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")])
+def test_several_copies_of_01_say_that_each_trains_alone(names, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["01_snsc.py"])
+    monkeypatch.setenv(names[0], "2")
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv(names[1], rank)
+        parse_args("")
+        expected = f"{names[0]}=2: each of 2 copies trains alone; 03_mnmc_ddp_launch.py shares the work"
+        assert capsys.readouterr().err.count(expected) == lines
+
+
 def test_torch_distributed_launch_may_pass_its_local_rank(small_folder):
     given = ["--nproc-per-node=2", "03_mnmc_ddp_launch.py", *QUICK, small_folder, "--epochs", 1]
     code, out, err = finished(start("-W", "ignore", "-m", "torch.distributed.launch", *given))

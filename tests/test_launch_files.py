@@ -91,7 +91,10 @@ def test_sensecore_sh_makes_one_world_of_two_machines(small_folder):
 
 
 def without(name):
-    return [{name: ""}, f"{name} is not set: expected SenseCore to set it on each machine"]
+    return [
+        {name: ""},
+        f"{name} is not set: SenseCore sets it for a job submitted with -d AllReduce, not -d StandAlone",
+    ]
 
 
 @pytest.mark.parametrize(

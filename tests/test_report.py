@@ -1,7 +1,9 @@
 """Console lines and run records: what they say, and that time is measured right."""
 
+import io
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -85,6 +87,22 @@ def test_step_lines_keep_the_established_form(clock, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "   == step: [ 50/196] [1/5] | loss: 2.000 | acc: 50.000% | 1000 img/s"
     assert [line[12:21] for line in lines] == ["[ 50/196]", "[100/196]", "[150/196]", "[196/196]"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_a_progress_bar_beside_the_lines_and_a_file_shows_lines_alone(clock, monkeypatch):
+    for output, has_bar in ((Terminal(), True), (io.StringIO(), False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", output)
+            train_epoch(make("--print-every", 2), clock, steps=5, wait=0.0, seconds_of_step=lambda k: 0.1)
+        text = output.getvalue()
+        assert re.findall(r"== step: \[ +(\d)/5\].* img/s\n", text) == ["2", "4", "5"]
+        assert ("epoch 1/5:" in text and "loss 2.000, 100 img/s" in text) == has_bar
+        assert ("\r" in text) == has_bar
 
 
 def test_warm_up_steps_count_in_seconds_but_not_in_images_per_second(clock):
