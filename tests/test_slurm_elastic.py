@@ -124,7 +124,7 @@ def test_torchruns_in_a_job_save_and_go_on_whoever_is_told_that_they_must_end(sl
     text = (ROOT / "launch/slurm/06_torchrun.sbatch").read_text()
     file = tmp_path / "job.sbatch"
     for line, change in {
-        "processes_per_node=2\n": "processes_per_node=1\n",
+        "#SBATCH --cpus-per-task=2\n": "#SBATCH --cpus-per-task=1\n",
         "#SBATCH --signal=B:USR1@60\n": "",
     }.items():
         assert line in text
