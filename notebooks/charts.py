@@ -156,7 +156,7 @@ def fingerprint(name):
     """Return a hash of the sources of a figure. A figure in docs/ with a different hash is stale."""
     import hashlib
 
-    notebook = "scaling" if name == "goodput" else name
+    notebook = {"goodput": "scaling", "syncbn_published": "syncbn"}.get(name, name)  # these draw two
     sources = [ROOT / f"notebooks/{notebook}.ipynb", Path(__file__), ROOT / "results/published.json"]
     sources.append(records.RESULTS / notebook / f"{MACHINE}.jsonl")
     if notebook == "scaling":

@@ -22,7 +22,7 @@ from tools.book import step_model, tables
 from tools.records import RecordError
 
 NOTEBOOKS = list(experiments.EXPERIMENTS)
-FIGURES = (*NOTEBOOKS, "goodput")  # the scaling notebook draws two
+FIGURES = (*NOTEBOOKS, "goodput", "syncbn_published")  # two notebooks draw two
 
 
 def cells(name, kind="code"):

@@ -1,11 +1,15 @@
 """Make the tables of the book from the records in results/. tools/book/book.py inserts them into the pages."""
 
+import importlib
 import re
 from statistics import mean, median
 
+import torch
+import torchvision
+
 from tools import steps
-from tools.book import step_model
-from tools.records import checkpoint_cost, group, hardware, published, records, select, spread
+from tools.book import step_model, translations
+from tools.records import ROOT, checkpoint_cost, group, hardware, published, records, select, spread
 
 LADDER = [
     ("01_snsc.py", "one device, plain PyTorch", "python 01_snsc.py"),
@@ -306,6 +310,34 @@ def many_ranks():
     return by_hardware(select(records("ranks"), what="06"), render)
 
 
+def recipes():
+    """Make the table of the recipes: what each sets, and the accuracy that its authors published."""
+    head = ("recipe", "model", "parameters", "global batch", "`--lr`", "epochs", "published top-1 (%)", "top-5 (%)")
+    known, rows = published()["imagenet"]["recipes"], []
+    for path in sorted((ROOT / "recipes").glob("*.args"), key=lambda path: known[path.stem][0]):
+        lines = (line.partition("#")[0].split() for line in path.read_text().splitlines())
+        flags = {words[0]: words[1] for words in lines if words}
+        if flags["--arch"].startswith("timm:"):
+            with torch.device("meta"):  # without memory for the weights
+                model = importlib.import_module("timm").create_model(flags["--arch"].removeprefix("timm:"))
+            count = sum(p.numel() for p in model.parameters())
+        else:
+            count = torchvision.models.get_model_weights(flags["--arch"]).DEFAULT.meta["num_params"]
+        values = (flags[name] for name in ("--batch-size", "--lr", "--epochs"))
+        name = f"[`{path.stem}`](../recipes/{path.name})"
+        rows.append((name, f"`{flags['--arch']}`", f"{count / 1e6:.1f} M", *values, *known[path.stem]))
+    return table(head, rows)
+
+
+def flags():
+    """Make the tables that translate the flags of other trainings."""
+    blocks = []
+    for name, pairs in translations.FLAGS.items():
+        rows = [(theirs, f"`{ours}`" if ours else "nothing: the folders say it") for theirs, ours in pairs]
+        blocks.append(table((f"{name}", "`06_imagenet.py`"), rows))
+    return "\n\n".join(blocks)
+
+
 def planning():
     """The efficiencies that others have published, beside those of the planning model."""
     rows = []
@@ -330,5 +362,7 @@ TABLES = (
     planning,
     votes,
     many_ranks,
+    recipes,
+    flags,
 )
 TABLES = {function.__name__: function for function in TABLES}
