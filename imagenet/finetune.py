@@ -1,5 +1,7 @@
 """Fine-tuning: start from trained weights, with a new head for other classes, and freeze parts of the model."""
 
+import re
+
 import torch
 import torch.distributed as dist
 import torchvision
@@ -88,7 +90,7 @@ def freeze(model, prefixes):
     """
     parameters = dict(model.named_parameters())
     for prefix in prefixes:
-        chosen = [name for name in parameters if name.startswith(prefix)]
+        chosen = [name for name in parameters if begins_with(name, [prefix])]
         if not chosen:
             parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in parameters))
             raise UserError(f"--freeze {prefix}: no weights have such names; expected the beginning of {parts}")
@@ -102,5 +104,11 @@ def train_mode(model, prefixes):
     """Set a model to training mode, but frozen batch norm to evaluation: its statistics do not change."""
     model.train()
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name.startswith(tuple(prefixes)):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and begins_with(name, prefixes):
             module.eval()
+
+
+def begins_with(name, prefixes):
+    """Return whether a name begins with one of the prefixes: layer and layer1 for layer1.0.bn1, but 1 not for 17."""
+    patterns = (re.escape(prefix) + (r"(?!\d)" if prefix[-1].isdigit() else "") for prefix in prefixes)
+    return any(re.match(pattern, name) for pattern in patterns)

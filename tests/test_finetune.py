@@ -60,6 +60,14 @@ def test_frozen_weights_are_not_trained_and_frozen_batch_norm_does_not_move():
     assert trained == {id(p) for name, p in model.named_parameters() if name.startswith(("layer3", "layer4", "fc"))}
 
 
+def test_a_number_is_a_whole_number_in_the_beginning_of_a_name():
+    model = model_of("small_net", 4)
+    finetune.freeze(model, Prefixes(["0", "1"]))
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"0.weight", "1.weight", "1.bias"}
+    finetune.train_mode(model, Prefixes(["1"]))
+    assert [module.training for module in model if isinstance(module, torch.nn.BatchNorm2d)] == [False] + 4 * [True]
+
+
 def test_freezing_nothing_or_everything_is_refused():
     with pytest.raises(
         UserError, match="--freeze stem: no weights have such names; expected the beginning of conv1, bn1"
