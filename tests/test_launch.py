@@ -10,12 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import QUICK, ROOT, TRAIN, parse, start
 from test_distributed import started
+from torch.distributed.run import get_args_parser
 
 from common.ddp_flags import parse_ddp_args
 from common.distributed import free_port
 from common.flags import parse_args
+from tools.book.translations import TORCHRUN as TORCHRUN_FLAGS
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 LAUNCH = {
@@ -64,6 +67,15 @@ def gone(processes, seconds=10):
 )
 def test_scripts_take_the_flag_of_torch_distributed_launch_in_both_spellings(script, spelling, monkeypatch):
     assert parse(monkeypatch, script, spelling).local_rank == "1"
+
+
+def test_the_table_of_torchruns_flags_names_every_flag_of_the_installed_one():
+    installed = {max(action.option_strings, key=lambda name: (name.startswith("--"), "-" in name[2:]))
+                 for action in get_args_parser()._actions if action.option_strings}  # fmt: skip
+    installed -= {"--help", "--print-completion"}
+    assert installed - set(TORCHRUN_FLAGS) == set()
+    if torch.__version__ >= (2, 15):
+        assert set(TORCHRUN_FLAGS) == installed
 
 
 def test_a_plain_rung_under_max_restarts_says_that_it_begins_again(monkeypatch, capsys):

@@ -338,6 +338,12 @@ def flags():
     return "\n\n".join(blocks)
 
 
+def torchrun():
+    """Make the table of torchrun's flags."""
+    rows = [(f"`{flag}`", what.replace("|", "\\|")) for flag, what in translations.TORCHRUN.items()]
+    return table(("flag", "what it is for"), rows)
+
+
 def planning():
     """The efficiencies that others have published, beside those of the planning model."""
     rows = []
@@ -364,5 +370,6 @@ TABLES = (
     many_ranks,
     recipes,
     flags,
+    torchrun,
 )
 TABLES = {function.__name__: function for function in TABLES}
