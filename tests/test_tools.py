@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, start
+from conftest import ROOT, start, write_images
 
 from tools import steps
 from tools.bench import ddp as bench_ddp
@@ -141,6 +141,22 @@ def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path)
     assert re.search(rf"^2 x 1 ddp .* {exposed:.2f} \({exposed:.2f} - {exposed:.2f}\)$", out, re.M)
     assert launch["bench"] == "launch" and launch["world_size"] == 1
     assert re.search(rf"^  1 processes +{launch['seconds']:.1f} \(", out, re.M)
+
+
+@pytest.mark.slow
+def test_the_finetune_benchmark_trains_in_three_ways_on_the_other_half_of_the_classes(tmp_path):
+    for split in ("train", "val"):
+        write_images(tmp_path, split, (32, 32), ("a", "b", "c", "d"), 40)
+    given = ["--data-dir", tmp_path, "--epochs", 1, "--tuning-epochs", 2, "--images", 30, "--repeats", 1]
+    process = start("tools/bench/finetune.py", *given, "--log-file", tmp_path / "log")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(row["way"], row["steps"]) for row in rows] == [
+        ("from nothing", 2), ("fine-tuned", 2), ("only the head", 2)
+    ]  # fmt: skip
+    for row in rows:
+        assert re.search(rf"^{row['way']} +{row['test_acc']:.1f} \(", out, re.M)
 
 
 @pytest.mark.slow
