@@ -158,7 +158,7 @@ ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "
 OTHERS = {
     "--shm-size": "docker", "--ipc": "docker", "--gpus": "docker", "--tag": "docker", "--file": "docker",
     "--local-rank": "what torch.distributed.launch adds", "--use_env": "torch.distributed.launch",
-    "--set-ntp": "timedatectl",
+    "--set-ntp": "timedatectl", "--logdir": "tensorboard",
     "--cap-add": "docker", "--network": "docker", "--pid": "py-spy",
     "--test-only": "sbatch, whose help leaves it out", "--open-mode": "sbatch, whose help leaves it out",
 }  # fmt: skip
