@@ -338,6 +338,26 @@ def flags():
     return "\n\n".join(blocks)
 
 
+def finetune():
+    """Make the table of fine-tuning beside training from nothing: tools/bench/finetune.py."""
+    head = (
+        "training on the other half of the classes",
+        "images per class",
+        "training steps",
+        "test accuracy (%)",
+        "runs",
+    )
+
+    def render(runs):
+        rows = []
+        for way, same in group(runs, "way").items():
+            accuracies = spread([run["test_acc"] for run in same], ".1f")
+            rows.append((way, same[0]["images"], same[0]["steps"], accuracies, len(same)))
+        return table(head, rows)
+
+    return by_hardware(records("finetune"), render)
+
+
 def torchrun():
     """Make the table of torchrun's flags."""
     rows = [(f"`{flag}`", what.replace("|", "\\|")) for flag, what in translations.TORCHRUN.items()]
@@ -370,6 +390,7 @@ TABLES = (
     many_ranks,
     recipes,
     flags,
+    finetune,
     torchrun,
 )
 TABLES = {function.__name__: function for function in TABLES}
