@@ -138,7 +138,7 @@ def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path)
         n = int(name[0]) * int(name[4])
         assert re.search(rf"^{name} +{speed:.0f} \(.*\) +{speed / n / speeds['1 x 1 plain']:.2f} \(", out, re.M)
     exposed = 1 - speeds["2 x 1 ddp"] / speeds["2 x 1 no_sync"]
-    assert re.search(rf"^2 x 1 ddp .* {exposed:.2f} \({exposed:.2f} - {exposed:.2f}\)$", out, re.M)
+    assert re.search(rf"^2 x 1 ddp .* {exposed:.2f} \({exposed:.2f} to {exposed:.2f}\)$", out, re.M)
     assert launch["bench"] == "launch" and launch["world_size"] == 1
     assert re.search(rf"^  1 processes +{launch['seconds']:.1f} \(", out, re.M)
 

@@ -1,7 +1,10 @@
-"""Read the records in results/, and check them before a table or a chart uses them."""
+"""Write the records in results/, read them, and check them before a table or a chart uses them."""
 
 import json
 import math
+import os
+import shlex
+import sys
 from pathlib import Path
 from statistics import median
 
@@ -15,6 +18,14 @@ ENVIRONMENT |= {"command": str}
 
 class RecordError(ValueError):
     """Records are missing or have the wrong type. The message says what was found and what to do."""
+
+
+def append(log_file, record):
+    """Append one line to --log-file, if it was given: the command of this program, and a record."""
+    if log_file:
+        command = shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
+        with open(log_file, "a") as file:
+            file.write(json.dumps({"command": command} | record) + "\n")
 
 
 def records(name, results=None):

@@ -39,7 +39,8 @@ from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError, one_line_errors
 from common.flags import whole_number
 from common.report import environment, synchronize
-from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, spread, write
+from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, write
+from tools.records import spread
 
 TURNS, WARMUP = 10, 3  # per launch
 GPU_STEPS = 20  # training steps per turn on GPUs; on CPUs 1

@@ -6,7 +6,6 @@
 of three ways: from nothing, from the weights of the first half with --new-head, and with all but the head frozen.
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -21,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, output_file, whole_number
 from common.report import environment
-from tools.records import spread
+from tools.records import append, spread
 
 FLAGS = "--arch small_net --image-size 32 --batch-size 64 --workers 2"
 WAYS = {
@@ -60,7 +59,7 @@ def main(args):
                 runs[way].append(accuracy)
                 print(f"   run {repeat + 1}: {way:14} {accuracy:5.1f} % after {steps} training steps", flush=True)
                 row = {"way": way, "repeat": repeat, "steps": steps, "test_acc": accuracy, "images": args.images}
-                write(args, env | {"bench": "finetune"} | row)
+                append(args.log_file, env | {"bench": "finetune"} | row)
     print(f"\n{'way':16} test accuracy (%), median (range)")
     for way, accuracies in runs.items():
         print(f"{way:16} {spread(accuracies, '.1f')}")
@@ -93,13 +92,6 @@ def train(data, checkpoints, flags):
         raise UserError(f"06 exited with code {done.returncode}; see its message above")
     steps, epochs = re.findall(r"== step: \[ *\d+/(\d+)\] \[\d+/(\d+)\]", done.stdout)[-1]
     return float(re.search(r"^done: top-1 ([\d.]+)%", done.stdout, re.M)[1]), int(steps) * int(epochs)
-
-
-def write(args, row):
-    if args.log_file:
-        with open(args.log_file, "a") as file:
-            line = {"command": " ".join(["python", "tools/bench/finetune.py", *sys.argv[1:]])} | row
-            file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.data import build_datasets, build_loader, build_transforms
 from common.errors import UserError, one_line_errors
 from common.report import environment, synchronize, warmup_steps
-from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, spread, write
+from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, write
+from tools.records import spread
 
 CLASSIC_WORKERS = 4
 

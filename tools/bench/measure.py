@@ -1,10 +1,6 @@
 """Functions shared by the benchmarks: flags, a training step, a summary of measurements, a line in --log-file."""
 
 import contextlib
-import json
-import os
-import statistics
-import sys
 from pathlib import Path
 
 import torch
@@ -13,6 +9,7 @@ from torch import nn
 from common.data import build_loader
 from common.flags import shared_flags, whole_number
 from common.models import build_model
+from tools.records import append
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,17 +69,7 @@ def build_step(args, train_set, device, wrap=lambda model: model):
     return step
 
 
-def spread(values, form):
-    """Return the text "median (minimum - maximum)"."""
-    return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
-
-
 def write(args, env, **measured):
     """Append one line to --log-file."""
-    if not args.log_file:
-        return
-    record = {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "model": args.arch}
-    for setting in ("dataset", "data_dir", "limit", "batch_size", "amp", "channels_last", "compile"):
-        record |= {setting: getattr(args, setting)} if setting in args else {}
-    with open(args.log_file, "a") as file:
-        file.write(json.dumps(record | env | measured) + "\n")
+    settings = {name: getattr(args, name) for name in ("dataset", "data_dir", "limit", "batch_size")}
+    append(args.log_file, {"model": args.arch} | settings | env | measured)

@@ -8,7 +8,6 @@ step reads its loss and its accuracy, as loops with running averages do. Without
 once and held in memory.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from common.flags import Parser, output_file, whole_number
 from common.report import environment, synchronize, warmup_steps
 from imagenet.flags import AMP_DTYPES
 from tools.bench.measure import pick_device
+from tools.records import append
 
 
 def parse_args():
@@ -68,20 +68,11 @@ def main(args):
                 break
     synchronize(device)
     speed = images_seen / (time.perf_counter() - start)
-    record = {
-        "command": " ".join(["python", "tools/bench/peer.py", *sys.argv[1:]]),
-        "bench": "peer",
-        "model": args.arch,
-    }
-    record |= {
-        name: getattr(args, name) for name in ("data_dir", "batch_size", "image_size", "workers", "steps", "amp")
-    }
-    record |= environment(device) | {"images_per_second": round(speed, 1)}
     setting = f"{args.arch}, {args.batch_size} images per step, amp {args.amp}"
     print(f"a plain loop: {setting}: {speed:.1f} img/s, loss {averages[0]:.3f}")
-    if args.log_file:
-        with open(args.log_file, "a") as file:
-            file.write(json.dumps(record) + "\n")
+    names = ("data_dir", "batch_size", "image_size", "workers", "steps", "amp")
+    settings = {"bench": "peer", "model": args.arch} | {name: getattr(args, name) for name in names}
+    append(args.log_file, settings | environment(device) | {"images_per_second": round(speed, 1)})
 
 
 def build_loader(args):

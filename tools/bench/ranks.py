@@ -40,6 +40,7 @@ from common.flags import Parser, output_file, whole_number
 from common.report import environment
 from imagenet.elastic import Votes
 from imagenet.signals import EXIT_REQUEUE
+from tools.records import append
 
 STEPS = 60  # training steps with votes
 PATIENCE = 300  # seconds to wait for any event
@@ -69,7 +70,7 @@ def main(args):
             f"{row['every']:19}   {100 * row['cost']:.2f} %",
             flush=True,
         )
-        write(args, env, row | {"what": "votes"})
+        append(args.log_file, env | {"bench": "ranks", "what": "votes"} | row)
     if args.ranks:
         print("\n06: ranks   first step   memory per rank   saved and exited   resumed")
     for n in args.ranks:
@@ -79,14 +80,7 @@ def main(args):
             f"{row['resume_seconds']:5.1f} s",
             flush=True,
         )
-        write(args, env, row | {"what": "06"})
-
-
-def write(args, env, row):
-    if args.log_file:
-        line = {"command": " ".join(["python", "tools/bench/ranks.py", *sys.argv[1:]])} | env | {"bench": "ranks"} | row
-        with open(args.log_file, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        append(args.log_file, env | {"bench": "ranks", "what": "06"} | row)
 
 
 def fork(ranks, run):

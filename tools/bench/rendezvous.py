@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from common.distributed import cores_per_process, free_port, rendezvous, setup_distributed
 from common.report import device_name
+from tools.records import append
 
 WHO = ("ours", "torch")
 NAME_SERVER = f"127.9.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"  # where a socket listens that never answers
@@ -59,11 +60,8 @@ def main(args):
             print(
                 f"{names:6} {record['what']:10} {record['ranks']:5} {texts[0]:>9} {texts[1]:>9} {ratio:>10}", flush=True
             )
-            if args.log_file:
-                with open(args.log_file, "a") as file:
-                    line = {"command": " ".join(["python", "tools/bench/rendezvous.py", *sys.argv[1:]])} | env
-                    line |= {"started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
-                    file.write(json.dumps(line | {"bench": "rendezvous", "names": names} | record) + "\n")
+            started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            append(args.log_file, env | {"started": started, "bench": "rendezvous", "names": names} | record)
 
 
 def missing():

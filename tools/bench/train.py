@@ -33,8 +33,8 @@ from imagenet.data import MEAN, STD, Images, build_loader
 from imagenet.elastic import GlobalBatches
 from imagenet.flags import AMP_DTYPES, Parser, add_machine_flags, check_machine_flags, output_file, whole_number
 from imagenet.model import build_model
-from tools.bench.measure import ROOT, pick_device, spread
-from tools.records import checkpoint_cost
+from tools.bench.measure import ROOT, pick_device
+from tools.records import append, checkpoint_cost, spread
 
 RUNS = ("bare", "dummy", "checkpoints", "files")
 
@@ -174,13 +174,9 @@ def compare_loaders(args, env):
 
 def write(args, env, **measured):
     """Append one line to --log-file."""
-    if not args.log_file:
-        return
-    record = {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "model": args.arch}
-    settings = ("data_dir", "batch_size", "amp", "channels_last", "compile", "image_size", "steps", "every", "workers")
-    record |= {setting: getattr(args, setting) for setting in settings} | env | {"bench": "train"}
-    with open(args.log_file, "a") as file:
-        file.write(json.dumps(record | measured) + "\n")
+    names = ("data_dir", "batch_size", "amp", "channels_last", "compile", "image_size", "steps", "every", "workers")
+    settings = {name: getattr(args, name) for name in names}
+    append(args.log_file, {"model": args.arch} | settings | env | {"bench": "train"} | measured)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,9 @@ newer one, and skips no training step.
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import random
 import re
-import shlex
 import signal
 import statistics
 import subprocess
@@ -38,9 +36,10 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from common.errors import UserError, one_line_errors
-from common.flags import whole_number
+from common.flags import output_file, whole_number
 from common.report import environment
 from tools.lab import hosts as hosts_module
+from tools.records import append
 
 PORT = 29400
 TRAINERS, STORE = 3, 3  # hosts 0 to 2 train, host 3 runs the store
@@ -453,7 +452,7 @@ def parse_args():
     add("--every", type=whole_number(1), default=20, metavar="N", help="steps between checkpoints (default: 20)")
     add("--kills", type=whole_number(1), default=20, metavar="N", help="processes to kill in `kills` (default: 20)")
     add("--shared", action="store_true", help="let all hosts share one folder of checkpoints")
-    add("--log-file", metavar="FILE", help="append one JSON line per drill to FILE")
+    add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per drill to FILE")
     args = parser.parse_args()
     if unknown := [name for name in args.drills if name not in DRILLS]:
         raise UserError(f"drill {unknown[0]!r}: expected {', '.join(DRILLS)}; see --list")
@@ -500,14 +499,9 @@ def main(args):
 
 def write(args, drill, measured):
     """Append one line to --log-file."""
-    if not args.log_file:
-        return
-    os.makedirs(os.path.dirname(args.log_file) or ".", exist_ok=True)
-    record = {"command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]), "drill": drill}
-    record |= {"checkpoint_every": args.every, "shared": args.shared, "timeout": TIMEOUT}
+    record = {"drill": drill, "checkpoint_every": args.every, "shared": args.shared, "timeout": TIMEOUT}
     record |= {"kills": args.kills} if drill == "kills" else {}
-    with open(args.log_file, "a") as file:
-        file.write(json.dumps(record | measured) + "\n")
+    append(args.log_file, record | measured)
 
 
 if __name__ == "__main__":
