@@ -30,6 +30,7 @@ COMMANDS = {
     "mp.spawn": "python",
     "srun": "srun --nodes={} --ntasks-per-node={} python",
 }
+MAX_HOSTS = 16  # lines of the header that name hosts
 
 
 class Report:
@@ -82,7 +83,11 @@ class Report:
                 self.bar.update()
 
     def header(self, model, train_set, test_set, lr):
-        """Print what decides the cost and the result of a run. `lr` is the learning rate after scaling."""
+        """Print what decides the cost and the result of a run. Every rank must call it.
+
+        Args:
+            lr: float, the learning rate after scaling.
+        """
         r, args, self.test_images = self.record, self.args, len(test_set)
         r["lr"] = lr
         weights = sum(p.numel() for p in model.parameters()) / 1e6
@@ -96,7 +101,7 @@ class Report:
         local = f" ({r['local_world_size']} on this machine)" if r["world_size"] > 1 else ""
         started_by = f"started by {r['launcher']} | world size {r['world_size']}{local}"
         self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
-        self.print(f"device: {self.device} ({r['device_name']}, {r['cpu_threads']} CPU threads)")
+        self.show_devices()
         self.print(
             f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, {storage}, "
             f"{train_set.num_classes} classes | {args.arch}, {weights:.1f} M weights"
@@ -105,6 +110,20 @@ class Report:
             f"global batch = {args.batch_size} x {r['world_size']} = {r['global_batch']} | "
             f"lr {args.lr:g} -> {lr:g} | {', '.join(options)}"
         )
+
+    def show_devices(self):
+        """Print the ranks of each host and their devices. Every rank must call it."""
+        r = self.record
+        if r["world_size"] == 1:
+            self.print(f"device: {self.device} ({r['device_name']}, {r['cpu_threads']} CPU threads)")
+            return
+        everyone = [None] * r["world_size"]
+        dist.all_gather_object(everyone, (platform.node(), self.device, r["device_name"], r["cpu_threads"]))
+        lines = host_lines(everyone)
+        for line in lines[:MAX_HOSTS]:
+            self.print(line)
+        if len(lines) > MAX_HOSTS:
+            self.print(f"... and {len(lines) - MAX_HOSTS} more hosts")
 
     def timed(self, loader, epoch):
         """Return an iterator over the batches of a training epoch that measures how long the loop waits for each.
@@ -204,6 +223,34 @@ def batch_totals(loss, outputs, targets):
     """Return float (3,) on the device: sum of losses, correct answers, images of a batch."""
     correct = (outputs.argmax(dim=1) == targets).sum()
     return torch.stack([loss.detach() * len(targets), correct, torch.full_like(loss, len(targets))])
+
+
+def host_lines(everyone):
+    """Return a line per host, such as "ranks 0-7 on node1: cuda:0-7 (NVIDIA H100, 12 CPU threads each)".
+
+    A host has more than one line if its devices or threads differ.
+
+    Args:
+        everyone: for each rank (host, torch.device, name of the device, CPU threads).
+    """
+    groups = {}
+    for rank, (host, device, name, threads) in enumerate(everyone):
+        groups.setdefault((host, device.type, name, threads), []).append((rank, device.index))
+    lines = []
+    for (host, device, name, threads), members in groups.items():
+        ranks, indices = zip(*members, strict=True)
+        device += "" if device == "cpu" else f":{number_range(indices)}"
+        plural, each = ("s", " each") if len(ranks) > 1 else ("", "")
+        threads = f"{threads} CPU thread{'s' * (threads > 1)}{each}"
+        lines.append(f"rank{plural} {number_range(ranks)} on {host}: {device} ({name}, {threads})")
+    return lines
+
+
+def number_range(numbers):
+    """Return numbers as text: "0-3" if they follow each other, else "0,2,3"."""
+    first, last = numbers[0], numbers[-1]
+    follow = len(numbers) > 1 and list(numbers) == list(range(first, last + 1))
+    return f"{first}-{last}" if follow else ",".join(map(str, numbers))
 
 
 def launcher_name():

@@ -68,7 +68,7 @@ class Progress(Report):
             self.tensorboard = SummaryWriter(args.tensorboard)
 
     def header(self, model, train_set, val_set):
-        """Print what decides the cost and the result of a run."""
+        """Print what decides the cost and the result of a run. Every rank must call it."""
         r, args = self.record, self.args
         weights = sum(p.numel() for p in model.parameters()) / 1e6
         local = f" ({r['local_world_size']} on this machine)" if r["world_size"] > 1 else ""
@@ -80,7 +80,7 @@ class Progress(Report):
         options += [f"averaged weights {args.ema:g}"] * bool(args.ema) + ["deterministic"] * args.deterministic
         started_by = f"started by {r['launcher']} | world size {r['world_size']}{local}"
         self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
-        self.print(f"device: {self.device} ({r['device_name']}, {r['cpu_threads']} CPU threads)")
+        self.show_devices()
         self.print(
             f"{r['dataset']}: {len(train_set)} train and {len(val_set)} test images, {len(train_set.classes)} classes, "
             f"seen at {args.image_size}x{args.image_size} | {args.arch}, {weights:.1f} M weights"

@@ -118,7 +118,8 @@ def test_the_processes_share_the_cores(small_folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     code, out, err = finished(start("04_mnmc_ddp_mp.py", "--nproc-per-node=2", *QUICK, small_folder, "--epochs", 1))
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert code == 0 and f", {threads} CPU threads)" in out, err
+    each = f"{threads} CPU thread{'s' * (threads > 1)} each)"
+    assert code == 0 and re.search(rf"^ranks 0-1 on .+: cpu \(.+, {re.escape(each)}$", out, re.M), err
 
 
 @pytest.mark.slow
@@ -295,6 +296,8 @@ def test_two_hosts_train_together_by_the_command_of_the_docstring(hosts, script,
         assert code == 0, err
         assert ("world size 4 (2 on this machine)" in out) == (process is first)
         assert ("done: test accuracy" in out) == (process is first)
+        lines = re.findall(r"ranks (.+) on (\w+): cpu \(.+, 1 CPU thread each\)", out)
+        assert lines == ([("0-1", "host1"), ("2-3", "host2")] if process is first else [])
 
 
 @pytest.mark.slow

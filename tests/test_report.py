@@ -11,7 +11,7 @@ from conftest import flags
 
 from common import report as report_module
 from common.data import MemoryImages
-from common.report import Report
+from common.report import Report, host_lines
 
 DESIGN = {
     *(
@@ -166,9 +166,40 @@ def test_only_rank_0_prints_and_writes(clock, tmp_path, capsys):
     assert capsys.readouterr().out == "" and not log.exists()
 
 
-def test_the_header_shows_how_batch_and_rate_come_about(capsys):
+def test_the_header_shows_how_batch_and_rate_come_about(capsys, monkeypatch):
     report = make("--batch-size", 256, world_size=4)
+    monkeypatch.setattr(report, "show_devices", lambda: None)
     report.header(torch.nn.Linear(1000, 1000), DATASET, DATASET, lr=0.04)
     out = capsys.readouterr().out
     assert "global batch = 256 x 4 = 1024 | lr 0.01 -> 0.04" in out
     assert re.search(r"started by python \| world size 4", out) and "resnet18, 1.0 M weights" in out
+
+
+def test_every_host_has_a_line_with_its_ranks_and_devices():
+    h100, cpu = "NVIDIA H100", torch.device("cpu")
+    assert host_lines([("a", torch.device("cuda", k), h100, 12) for k in range(8)]) == [
+        "ranks 0-7 on a: cuda:0-7 (NVIDIA H100, 12 CPU threads each)"
+    ]
+    assert host_lines([("a", cpu, "EPYC", 1), ("b", cpu, "EPYC", 2), ("b", cpu, "EPYC", 2), ("a", cpu, "EPYC", 1)]) == [
+        "ranks 0,3 on a: cpu (EPYC, 1 CPU thread each)",
+        "ranks 1-2 on b: cpu (EPYC, 2 CPU threads each)",
+    ]
+
+
+def test_a_host_has_two_lines_if_its_devices_differ_and_each_rank_has_its_own():
+    alone = torch.device("cuda", 0)  # a task that sees only its own GPU
+    lines = host_lines([("a", alone, "NVIDIA H100", 1)] * 2 + [("a", alone, "Tesla T4", 1)])
+    assert lines == [
+        "ranks 0-1 on a: cuda:0,0 (NVIDIA H100, 1 CPU thread each)",
+        "rank 2 on a: cuda:0 (Tesla T4, 1 CPU thread)",
+    ]
+
+
+def test_many_hosts_have_16_lines(capsys, monkeypatch):
+    def gather(everyone, mine):
+        everyone[:] = [(f"host{rank}", *mine[1:]) for rank in range(20)]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    make(world_size=20).show_devices()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 17 and lines[15].startswith("rank 15 on host15: ") and lines[16] == "... and 4 more hosts"

@@ -35,6 +35,8 @@ def test_srun_starts_05_on_two_machines_by_the_command_of_the_docstring(slurm, s
     end = slurm.run(*command, *QUICK, small_folder, "--epochs", 2)
     assert end.returncode == 0, end.stderr
     assert "05_mnmc_ddp_slurm.py | started by srun | world size 4 (2 on this machine)" in end.stdout
+    lines = dict(re.findall(r"^ranks (.+) on (.+): cpu \(.+, 1 CPU thread each\)$", end.stdout, re.M))
+    assert list(lines) == ["0-1", "2-3"] and len(set(lines.values())) == 2 and set(lines.values()) <= set(slurm.nodes)
     assert "global batch = 8 x 4 = 32" in end.stdout and end.stdout.count("done: test accuracy") == 1
 
 

@@ -60,6 +60,7 @@ MessageTimeout=30
 TCPTimeout=10
 BatchStartTimeout=60
 SlurmdTimeout=120
+GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
@@ -67,7 +68,10 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
-NODE = "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=64000 State=UNKNOWN\n"
+NODE = (
+    "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=64000 Gres=gpu:4 "
+    "State=UNKNOWN\n"
+)
 
 # A cgroup would kill the processes that a task or a batch script leaves behind. Without cgroups, Slurm loses a process
 # whose parent was killed first, and waits for a minute if that process holds the task's output open. So TASK_EPILOG
@@ -166,6 +170,10 @@ class SlurmCluster:
         (self.folder / "hosts").write_text(hosts)
         # Slurm detects the cgroup version even if it uses no cgroups, and exits if it cannot. So set it.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        # Four GPUs per node, which Slurm gives to jobs, although the machine may have none: /dev/null stands for each.
+        for k in range(4):
+            (self.folder / f"nvidia{k}").symlink_to("/dev/null")
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/nvidia[0-3]\n")
         for name, script in {"task_epilog": TASK_EPILOG, "epilog": EPILOG}.items():
             (self.folder / name).write_text(script)
             (self.folder / name).chmod(0o755)
