@@ -114,6 +114,20 @@ def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_reencoding_reads_smaller_copies(large_folder, tmp_path):
+    log = tmp_path / "bench.jsonl"
+    process = start("tools/bench/reencode.py", "--data-dir", large_folder, "--short-side", 32, "--image-size", 32,
+                    "--repeats", 2, "--log-file", log)  # fmt: skip
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(r["short_side"], r["repeat"]) for r in records] == [(None, 0), (32, 0), (None, 1), (32, 1)]
+    assert records[1]["megabytes"] < records[0]["megabytes"] and records[1]["images"] == records[0]["images"] > 0
+    ratio = statistics.median(records[k + 1]["images_per_second"] / records[k]["images_per_second"] for k in (0, 2))
+    assert re.search(rf"^ +32 .* {ratio:.2f} \([\d.]+ to [\d.]+\)$", out, re.M)
+
+
+@pytest.mark.slow
 def test_a_benchmark_of_too_few_steps_says_so(small_folder):
     given = ["--dataset", "folder", "--data-dir", small_folder, "--limit", 8, "--batch-size", 4, "--repeats", 1]
     process = start("tools/bench/input.py", "--arch", "mnist_net", *given)

@@ -1,12 +1,14 @@
 """Make the tables of the book from the records in results/. tools/book/book.py inserts them into the pages."""
 
 import importlib
+import itertools
 import re
 from statistics import mean, median
 
 import torch
 import torchvision
 
+from imagenet.flags import RecipeParser
 from tools import steps
 from tools.book import step_model, translations
 from tools.records import ROOT, checkpoint_cost, group, hardware, published, records, select, spread
@@ -315,8 +317,8 @@ def recipes():
     head = ("recipe", "model", "parameters", "global batch", "`--lr`", "epochs", "published top-1 (%)", "top-5 (%)")
     known, rows = published()["imagenet"]["recipes"], []
     for path in sorted((ROOT / "recipes").glob("*.args"), key=lambda path: known[path.stem][0]):
-        lines = (line.partition("#")[0].split() for line in path.read_text().splitlines())
-        flags = {words[0]: words[1] for words in lines if words}
+        lines = (RecipeParser.convert_arg_line_to_args(None, line) for line in path.read_text().splitlines())
+        flags = dict(itertools.pairwise(word for words in lines for word in words))
         if flags["--arch"].startswith("timm:"):
             with torch.device("meta"):  # without memory for the weights
                 model = importlib.import_module("timm").create_model(flags["--arch"].removeprefix("timm:"))
@@ -358,6 +360,23 @@ def finetune():
     return by_hardware(records("finetune"), render)
 
 
+def reencode():
+    """Make the table of what re-encoding photographs gives: tools/bench/reencode.py."""
+    head = ("short side", "size of the images", "images per second and worker", "against the originals", "readings")
+
+    def render(readings):
+        original = [r["images_per_second"] for r in select(readings, short_side=None)]
+        rows = []
+        for side, same in group(readings, "short_side").items():
+            speeds = [r["images_per_second"] for r in same]
+            ratios = [a / b for a, b in zip(speeds, original, strict=True)]
+            size = f"{same[0]['megabytes']:.0f} MB"
+            rows.append((side or "as it is", size, spread(speeds, ".0f"), spread(ratios, ".2f"), len(same)))
+        return table(head, rows)
+
+    return by_hardware(records("reencode"), render)
+
+
 def torchrun():
     """Make the table of torchrun's flags."""
     rows = [(f"`{flag}`", what.replace("|", "\\|")) for flag, what in translations.TORCHRUN.items()]
@@ -391,6 +410,7 @@ TABLES = (
     recipes,
     flags,
     finetune,
+    reencode,
     torchrun,
 )
 TABLES = {function.__name__: function for function in TABLES}
