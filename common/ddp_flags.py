@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import socket
-import sys
 
 import torch
 
@@ -13,11 +12,11 @@ from common.flags import launched_copies, shared_flags, warn, whole_number
 
 def parse_ddp_args(doc):
     """Parse the flags of 03 and 05: those of 01, and --sync-bn."""
-    args = _ddp_flags(doc).parse_args()
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    parser = _ddp_flags(doc)
+    args, restarts = parser.parse_args(), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("RANK") == "0":
-        script = os.path.basename(sys.argv[0])
-        warn(f"{script}: --max-restarts={restarts}: each restart begins at epoch 1; 06_imagenet.py --resume continues")
+        found = f"{parser.prog}: --max-restarts={restarts}"
+        warn(f"{found}: each restart begins at epoch 1; 06_imagenet.py --resume continues")
     return args
 
 

@@ -256,13 +256,13 @@ def setup_device(local_rank, local_world_size):
     count, visible = torch.accelerator.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     # torchrun assigns no GPUs: what its environment says as well is for all of its workers.
     has_own_gpu = count == 1 and not (dist.is_torchelastic_launched() and visible == _parents_gpus())
-    is_step = {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= os.environ.keys() and not dist.is_torchelastic_launched()
-    if is_step and count > local_world_size == slurm_tasks_here() == 1:
-        found = (
-            f"one Slurm task with {count} GPUs: expected one task per GPU, or a torchrun in the task, as this process "
-        )
+    names = _environment().keys()
+    is_task = {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= names and not {"LOCAL_RANK", OPEN_MPI[0]} & names
+    if is_task and count > local_world_size == slurm_tasks_here() == 1:
+        found = f"one Slurm task with {count} GPUs, of which this process would use one"
         commands = f"srun --ntasks-per-node={count} python {SCRIPT}, or srun torchrun --nproc-per-node={count} {SCRIPT}"
-        raise LaunchError(f"{found}uses one GPU; {commands}; or export CUDA_VISIBLE_DEVICES=0")
+        commands += "; for one GPU alone, export CUDA_VISIBLE_DEVICES=0"
+        raise LaunchError(f"{found}: expected one task per GPU, or torchrun in the task; {commands}")
     if local_world_size > count and not has_own_gpu:
         visible = "" if visible is None else f" in CUDA_VISIBLE_DEVICES={visible}"
         found = f"{local_world_size} processes on this machine, {count} GPU(s){visible}"

@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
             """Keep the lines of the docstring; show the defaults of flags that have one."""
 
             def _get_help_string(self, action):
-                has_default = action.default is not None and action.default is not False
+                has_default = action.default is not False and str(action.default) not in ("None", "")
                 return super()._get_help_string(action) if has_default else action.help
 
         super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
@@ -30,13 +30,13 @@ class Parser(argparse.ArgumentParser):
 
 def parse_args(doc):
     """Parse the flags of 01 and 02. --help prints `doc`, the docstring of the script."""
-    args = shared_flags(doc).parse_args()
-    for name, count in launched_copies().items():
-        if count > 1 and "0" in (os.environ.get(rank) for rank in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")):
-            script = os.path.basename(sys.argv[0])
-            warn(
-                f"{script}: {name}={count}: each of {count} copies trains alone; 03_mnmc_ddp_launch.py shares the work"
-            )
+    parser = shared_flags(doc)
+    args, copies = parser.parse_args(), launched_copies()
+    ranks = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # the innermost launcher first
+    rank = next((os.environ[name] for name in ranks if name in os.environ), "0")
+    name = max(copies, key=copies.get, default=None)
+    if name and copies[name] > 1 and rank == "0":
+        warn(f"{parser.prog}: {name}={copies[name]}: each copy trains alone; 03_mnmc_ddp_launch.py shares the work")
     return args
 
 

@@ -76,7 +76,7 @@ class Report:
         is_hidden = self.rank > 0 or not sys.stdout.isatty()
         description = f"epoch {self.epoch + 1}/{self.args.epochs}"
         with tqdm(
-            total=total, desc=description, unit="step", leave=False, disable=is_hidden, file=sys.stdout
+            total=total, desc=description, unit="batch", leave=False, disable=is_hidden, file=sys.stdout
         ) as self.bar:
             for batch in batches:
                 yield batch
@@ -147,7 +147,7 @@ class Report:
             asked = time.perf_counter()
 
     def due(self, step):
-        """Return whether a step, counted from 0, gets a line: every 50th and the last. All ranks agree."""
+        """Return whether a step, counted from 0, gets a line: one in --print-every, and the last. All ranks agree."""
         return (step + 1) % self.args.print_every == 0 or step + 1 == self.steps
 
     def show_step(self, step, totals):

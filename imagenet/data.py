@@ -148,8 +148,9 @@ def find_folders(train, val):
 
 def unused_test_folder(train, val):
     """Return the folder test/ if there is one that find_folders() leaves aside, else None."""
-    test = os.path.join(train, "test")
-    return test if os.path.isdir(test) and not os.path.samefile(find_folders(train, val)[1], test) else None
+    used, test = find_folders(train, val), os.path.join(train, "test")
+    is_class = used[0] == train
+    return None if is_class or not os.path.isdir(test) or os.path.samefile(used[1], test) else test
 
 
 def list_images(root):

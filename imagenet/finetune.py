@@ -28,10 +28,9 @@ def start_from(model, args, num_classes, d, group, timeout):
         UserError: there are no such weights, or they do not fit.
     """
     if args.weights.startswith(TORCHVISION):
-        if d.local_rank == 0:
-            download(args.weights, args.arch)
+        weights = download(args.weights, args.arch) if d.local_rank == 0 else None
         dist.monitored_barrier(group, timeout)
-        weights = download(args.weights, args.arch)
+        weights = weights or download(args.weights, args.arch)  # the file is on this machine now
     else:
         weights = load_weights(args.weights)
     if args.new_head:

@@ -46,10 +46,10 @@ def check_resume(args, d, checkpoints, images, state, path):
     before = now | state["flags"]  # an old checkpoint may lack a flag
     for name in MUST_STAY:
         if before[name] != now[name]:
-            flag = "--" + name.replace("_", "-")
+            given, was = (f"--{name.replace('_', '-')} {flags[name] or repr('')}" for flags in (now, before))
             raise UserError(
-                f"{flag} {now[name]}, but {path} is of a run with {flag} {before[name]}: expected the same; "
-                f"use {flag} {before[name]}, or name another --checkpoints-path"
+                f"{given}, but {path} is of a run with {was}: expected the same; "
+                f"use {was}, or name another --checkpoints-path"
             )
     if state["images"] != images:
         raise UserError(
@@ -69,7 +69,7 @@ def check_resume(args, d, checkpoints, images, state, path):
 
 
 def check_batches(args, d, model, batches):
-    """Refuse a batch that is too small to be cut into pieces, and say which flags do not do here what they promise."""
+    """Refuse a batch that is too small to be cut into pieces, and name what is given and has no effect here."""
     fewest, most = batches.piece_sizes()
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     synchronized = args.sync_bn and d.world_size > 1
@@ -85,8 +85,8 @@ def check_batches(args, d, model, batches):
             f"--warmup-epochs {args.warmup_epochs:g} of --epochs {args.epochs}: the learning rate never reaches its "
             f"peak; expected a shorter warm-up, as --warmup-epochs {args.epochs / 20:g}"
         )
-    test = unused_test_folder(args.train_path, args.val_path) if args.train_path and not args.evaluate else None
-    if test and d.is_main:
+    looks = d.is_main and args.train_path and not args.evaluate
+    if looks and (test := unused_test_folder(args.train_path, args.val_path)):
         best = f"{args.checkpoints_path}/best.pt"
         print(f"{test} is not used; to evaluate on it later: --evaluate --weights {best} --val-path {test}")
     if args.sync_bn and d.world_size == 1 and d.is_main:

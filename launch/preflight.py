@@ -313,8 +313,9 @@ def check_all_reduce(outcome, all_facts):
     if outcome.times:
         if len(hosts) == 1:
             return Check("all_reduce", "ok", "one rank, nothing to send")
-        seconds = RESNET50 / bandwidth(*outcome.times[-1], len(hosts)) * bytes_sent(len(hosts))
-        return Check("all_reduce", "ok", f"the gradients of ResNet-50 (102 MB) take {1000 * seconds:.1f} ms")
+        size, seconds = outcome.times[-1]
+        milliseconds = 1000 * seconds * RESNET50 / size
+        return Check("all_reduce", "ok", f"the gradients of ResNet-50 (102 MB) take {milliseconds:.1f} ms")
     if outcome.silent:
         change = "read its own message, or dmesg there; py-spy dump --pid PID if the process still runs"
         return Check("all_reduce", "FAIL", f"no sign of life: {where(outcome.silent)}", change)
@@ -535,14 +536,12 @@ def text_of(size):
     return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
 
 
-def bytes_sent(world_size):
-    """Return the bytes that each rank sends per byte of an all_reduce: 2 (n - 1) / n (nccl-tests, PERFORMANCE.md)."""
-    return 2 * (world_size - 1) / world_size
-
-
 def bandwidth(size, seconds, world_size):
-    """Return the bus bandwidth in bytes per second: that of the slowest link, comparable for any number of ranks."""
-    return size / seconds * bytes_sent(world_size)
+    """Return the bus bandwidth in bytes per second: that of the slowest link, comparable for any number of ranks.
+
+    In an all_reduce of n ranks, each sends 2 (n - 1) / n bytes per byte (nccl-tests, PERFORMANCE.md).
+    """
+    return size / seconds * 2 * (world_size - 1) / world_size
 
 
 # The report
@@ -554,7 +553,8 @@ def show(all_facts, clocks, checks, times):
     for fact in sorted(all_facts, key=lambda fact: fact["rank"]):
         clock = f"{clocks[fact['rank']]:+.1f} s" if fact["rank"] in clocks else ""
         device = fact["device"] + (f" ({fact['device_name']})" if fact["device"] != "cpu" else "")
-        listens = ", ".join(dict.fromkeys(f"{address} ({name})" for name, address in fact["addresses"].values()))
+        addresses = (f"{address or 'nothing'} ({name})" for name, address in fact["addresses"].values())
+        listens = ", ".join(dict.fromkeys(addresses))
         rows.append((fact["rank"], fact["host"], fact["pid"], device, listens,
                      fact["torch"], fact["nccl"] or "", fact["code"], clock, fact["threads"]))  # fmt: skip
     lines = [*columns(rows), ""]

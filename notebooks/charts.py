@@ -81,7 +81,7 @@ def steady(lines):
     """Return one record per run: its last, with the mean speed of all epochs but the first, if there are several."""
     last = []
     for epochs in group(lines, "started", "command").values():
-        speed = mean(r["images_per_second"] for r in epochs[min(1, len(epochs) - 1) :])
+        speed = mean(r["images_per_second"] for r in epochs[1:] or epochs)
         last.append(epochs[-1] | {"images_per_second": speed})
     return last
 

@@ -42,7 +42,7 @@ def parse_args():
     add("--lr", type=float, default=0.1, help="learning rate for this batch size (default: %(default)s)")
     add("--workers", type=int, default=0, help="loader workers per process (default: %(default)s)")
     add("--eval-every", type=int, default=1, help="validate after every N epochs; 0 is never (default: %(default)s)")
-    add("--save-every", type=int, default=1, help="save last.pt after every N epochs (default: %(default)s)")
+    add("--save-every", type=int, default=1, help="save last.pt every N epochs; 0: at the end (default: %(default)s)")
     add("--checkpoints", default="checkpoints", help="folder for last.pt and best.pt (default: %(default)s)")
     add("--resume", action="store_true", help="continue from last.pt if it exists")
     add("--sync-bn", action="store_true", help="batch norm over all processes; needs GPUs")
@@ -96,7 +96,7 @@ def main(args):
                 save(best_pt, {"model": model.state_dict()}, d)
         if d.is_main:
             print(line, flush=True)
-        if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
+        if epoch + 1 == args.epochs or (args.save_every and (epoch + 1) % args.save_every == 0):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1, "best": best}
             save(last_pt, state | {"scheduler": scheduler.state_dict()}, d)
     loss, accuracy = run_epoch(model, test_loader, d, args.bf16)

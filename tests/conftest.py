@@ -55,7 +55,7 @@ def run(monkeypatch, capfd):
     """
     launchers = {
         "03": {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"},
-        "05": slurm_step(),
+        "05": slurm_step() | {"CUDA_VISIBLE_DEVICES": 0},
     }
 
     def run(script, *flags):

@@ -32,7 +32,7 @@ def test_the_plan_is_short_and_the_most_valuable_parts_come_first():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_script_of_the_plan_takes_its_flags(command, monkeypatch):
-    words = shlex.split(command.format(tmp="/tmp", train="/tmp/t", input="/tmp/i", ddp="/tmp/d"))
+    words = shlex.split(command.format(tmp="/tmp", train="/tmp/t", input="/tmp/i", ddp="/tmp/d", peer="/tmp/p"))
     words = [word for word in words[words.index(next(w for w in words if w in ("python", "torchrun"))) + 1 :]]
     if words[:2] == ["-m", "pytest"] or words[0] == "tools/lab/same_bits.py":
         return

@@ -170,6 +170,37 @@ def test_an_sbatch_file_trains_as_it_stands(slurm, file, tmp_path, small_folder)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("file", [file for file in SBATCH if file != "05_mnist_cpu.sbatch"])
+def test_the_lines_for_gpus_give_every_process_the_gpus_of_its_machine(slurm, file, tmp_path, small_folder):
+    text = (ROOT / "launch/slurm" / file).read_text()
+    enabled = text.replace("# SBATCH --gpus", "#SBATCH --gpus").replace(
+        "# module load", f"export PYTHONPATH={tmp_path} #"
+    )
+    assert enabled.count("#SBATCH --gpus") == 1 and f"PYTHONPATH={tmp_path}" in enabled
+    (tmp_path / file).write_text(enabled)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'torchrun' not in ' '.join(sys.orig_argv):\n"
+        f"    with open('{tmp_path}/seen', 'a') as file:\n"
+        "        file.write(f\"{os.environ['SLURMD_NODENAME']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n\")\n"
+    )
+    given = [*QUICK, small_folder, "--epochs", 1]
+    if file.startswith("06"):
+        given = [small_folder, *QUICK[:4], "--image-size", 32, "--epochs", 1, "--checkpoints-path", tmp_path / "saved"]
+        given += ["--workers", 0]
+    other = slurm.popen("srun", "--nodes=1", "--ntasks=1", "--nodelist=n01", "--gpus=1", "sleep", "100")
+    try:
+        wait_until(lambda: "R" in slurm.run("squeue", "--noheader", "--format=%t").stdout, 30)
+        job = slurm.sbatch(tmp_path / file, *given, options=["--nodelist=n01,n02"])
+        assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
+    finally:
+        other.terminate()
+        other.communicate()
+    assert "world size 4 (2 on this machine)" in slurm.output(job)
+    assert sorted((tmp_path / "seen").read_text().splitlines()) == ["n01 1,2"] * 2 + ["n02 0,1"] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("file", SBATCH)
 def test_an_sbatch_file_passes_its_flags_on_and_fails_with_them(slurm, file):
     job = slurm.sbatch(ROOT / "launch/slurm" / file, "--epochs", "none", options=["--nodes=1"])

@@ -58,6 +58,7 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
     torchrun = f"torchrun --nproc-per-node={n}"
     one_task = "SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1"
     one_task += " SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NODELIST=localhost"
+    one_task += " CUDA_VISIBLE_DEVICES=0"
     quick = "--limit 16000 --epochs 2"
     parts = [
         Part("tests", 4, "the tests that need a GPU", [
@@ -82,8 +83,8 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
             f"python tools/bench/train.py --arch resnet50 --steps 150 {BF16} --data-dir none --log-file {{train}}",
         ]),
         Part("peer", 3, "a plain training loop, for images per second beside those of 06", [
-            "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 --log-file {train}",
-            "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 --amp bf16 --log-file {train}",
+            "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 --log-file {peer}",
+            "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 --amp bf16 --log-file {peer}",
         ]),
         Part("resnet18", 3, "06 beside the bare training step: ResNet-18", [
             f"python tools/bench/train.py --arch resnet18 --steps 400 {BF16} --data-dir none --log-file {{train}}",
@@ -123,7 +124,7 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
 
 def run(part, machine):
     """Run the commands of a part, until one fails. Return a record of how it ended."""
-    logs = {name: ROOT / f"results/{name}/{machine.name}.jsonl" for name in ("train", "input", "ddp")}
+    logs = {name: ROOT / f"results/{name}/{machine.name}.jsonl" for name in ("train", "input", "ddp", "peer")}
     start, ended = time.time(), []
     with tempfile.TemporaryDirectory() as folder:
         for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run ")):  # those of this Python
@@ -209,7 +210,7 @@ def main(args):
             failed += [part.name] * (not record["passed"])
     print(f"\nrecorded in results/gpu/{machine.name}.jsonl; to draw: make charts MACHINE={machine.name}")
     if failed:
-        raise UserError(f"failed: {', '.join(failed)}; once more with python tools/gpu.py {' '.join(failed)}")
+        raise UserError(f"failed: {', '.join(failed)}; run again: python tools/gpu.py {' '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -31,12 +31,14 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.datasets.imagenet import ARCHIVE_META, load_meta_file, parse_devkit_archive
 from tqdm import tqdm
 
+from common.distributed import cores_per_process
 from common.errors import UserError, one_line, one_line_errors
 from common.flags import Parser, number, whole_number
 
 TRAIN_TAR, VAL_TAR, DEVKIT = (ARCHIVE_META[part][0] for part in ("train", "val", "devkit"))
 SETTINGS = "prepared.json"  # in TARGET: with which flags it was made
 SAMPLE = 32  # images that are prepared to estimate the space for all
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what a damaged image raises
 CHUNK = 256  # images per task of a process
 
 
@@ -62,8 +64,7 @@ def parse_args():
     )
     add("--short-side", type=whole_number(16), metavar="N", help="resize larger images to N pixels on the short side")
     add("--quality", type=whole_number(1, 100), default=90, metavar="N", help="JPEG quality of resized images")
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--workers", type=whole_number(1), default=workers, metavar="N", help="number of processes")
+    add("--workers", type=whole_number(1), default=cores_per_process(1), metavar="N", help="number of processes")
     return parser.parse_args()
 
 
@@ -78,8 +79,10 @@ def main(args):
         items = [item._replace(target=jpeg_name(item.target)) for item in items]
     check_names(items)
     todo = [item for item in items if not (target / item.target).exists()]
-    check_settings(args, target)
+    settings = check_settings(args, target)
+    target.mkdir(parents=True, exist_ok=True)
     check_space(todo, target, args)
+    (target / SETTINGS).write_text(json.dumps(settings) + "\n")
     damaged = 0
     print(f"{len(items)} images, {len(items) - len(todo)} of them done before | {args.workers} processes")
     with (
@@ -120,8 +123,8 @@ def find_items(source, val_share):
             raise UserError(f"{source} has train/ and no val/: expected both, or one folder per class with --val-share")
         if val_share:
             raise UserError(f"--val-share: {source} has val/ already; leave the flag out")
-        return [item for split in ("train", "val") for items in class_items(source / split).values()
-                for item in (i._replace(target=f"{split}/{i.target}") for i in items)]  # fmt: skip
+        return [item._replace(target=f"{split}/{item.target}") for split in ("train", "val")
+                for items in class_items(source / split).values() for item in items]  # fmt: skip
     if val_share is None:
         raise UserError(f"{source} has neither train/ nor {TRAIN_TAR}; to split class folders, add --val-share 0.1")
     return [item for items in class_items(source).values() for item in split_class(items, val_share)]
@@ -210,7 +213,7 @@ def validation_labels(source):
 
 
 def check_settings(args, target):
-    """Refuse to continue a folder that was made with other flags, and note the flags of a new one."""
+    """Return the flags that decide the result. Refuse to continue a folder that was made with others."""
     flags = {name: getattr(args, name) for name in ("val_share", "short_side", "quality")}
     flags["source"] = str(Path(args.source).resolve())
     file = target / SETTINGS
@@ -220,8 +223,7 @@ def check_settings(args, target):
         raise UserError(f"{found}: expected the same flags; continue with those, or name another TARGET")
     if not file.exists() and target.is_dir() and any(target.iterdir()):
         raise UserError(f"{target} is not empty and was not made by this command: name another TARGET")
-    target.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(flags) + "\n")
+    return flags
 
 
 def check_space(todo, target, args):
@@ -230,7 +232,7 @@ def check_space(todo, target, args):
     if args.short_side and todo:
         before = after = 0
         for item in todo[:: max(1, len(todo) // SAMPLE)]:
-            with contextlib.suppress(OSError, SyntaxError, ValueError):
+            with contextlib.suppress(*UNREADABLE):
                 data = read(item)
                 before, after = before + len(data), after + len(shrink(data, args.short_side, args.quality))
         needed = needed * after / before if before else needed
@@ -247,7 +249,7 @@ def prepare_chunk(items, target, short_side, quality):
         try:
             data = read(item)
             data = shrink(data, short_side, quality)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except UNREADABLE as error:
             damaged.append(f"{item.target} of {item.file} ({one_line(error)})")
             continue
         path = Path(target, item.target)
@@ -269,7 +271,7 @@ def shrink(data, short_side, quality):
     """Return the bytes of an image: as they are, or as a JPEG whose short side is at most `short_side` pixels.
 
     Raises:
-        OSError, SyntaxError, ValueError: it cannot be decoded.
+        OSError, SyntaxError, ValueError, DecompressionBombError: it cannot be decoded. See UNREADABLE.
     """
     with Image.open(io.BytesIO(data)) as image:
         image.load()  # all of it, to find damage

@@ -131,8 +131,8 @@ def spread(values, form):
 
 def checkpoint_seconds(without, saving):
     """Return the seconds that one checkpoint adds to a run, from the records of a run without and a run with them."""
-    per_image = 1 / saving["images_per_second"] - 1 / without["images_per_second"]
-    return per_image * saving["batch_size"] * saving["every"]
+    cost = checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
+    return 100 * cost * saving["batch_size"] / without["images_per_second"]
 
 
 def checkpoint_cost(without, saving, r):

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, output_file, whole_number
 from common.report import environment
+from imagenet.data import find_folders
 from tools.records import append, spread
 
 FLAGS = "--arch small_net --image-size 32 --batch-size 64 --workers 2"
@@ -67,13 +68,9 @@ def main(args):
 
 def make_half(args, folder, half):
     """Make a folder with half of the classes, as links, and return it. The second half has fewer training images."""
-    for split, limit in (("train", args.images if half else None), ("val", None)):
-        source = ROOT / args.data_dir / split
-        if split == "val" and not source.is_dir():
-            source = ROOT / args.data_dir / "test"
-        if not source.is_dir():
-            raise UserError(f"{source} is not a folder: expected train/CLASS and val/CLASS; name it with --data-dir")
-        classes = sorted(path for path in source.iterdir() if path.is_dir())
+    folders = find_folders(str(ROOT / args.data_dir), None)
+    for split, source, limit in zip(("train", "val"), folders, (args.images if half else None, None), strict=True):
+        classes = sorted(path for path in Path(source).iterdir() if path.is_dir())
         middle = len(classes) // 2
         for path in classes[middle:] if half else classes[:middle]:
             target = folder / f"half{half}" / split / path.name

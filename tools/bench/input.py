@@ -98,7 +98,7 @@ def run_loop(loop, args):
         if process.returncode != 0:
             raise UserError(f"the loop {loop!r} exited with code {process.returncode}; see its message above")
         records = [json.loads(line) for line in (log.read_text() if loop == "01" else output).splitlines()]
-    speeds = [record["images_per_second"] for record in records[-max(1, args.epochs - 1) :]]  # not the first of several
+    speeds = [record["images_per_second"] for record in records[1:] or records]  # not the first of several
     return {"images_per_second": statistics.mean(speeds), "peak_memory_mib": peak.mib}
 
 

@@ -17,12 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torchvision
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchvision import transforms as T
 
 from common.errors import one_line_errors
 from common.flags import Parser, output_file, whole_number
 from common.report import environment, synchronize, warmup_steps
+from imagenet.data import MEAN, STD
 from imagenet.flags import AMP_DTYPES
 from tools.bench.measure import pick_device
 from tools.records import append
@@ -31,7 +32,7 @@ from tools.records import append
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--data-dir", metavar="DIR", help="folder with train/CLASS/*.jpg")
+    add("--data-dir", metavar="DIR", help="folder with train/CLASS/*.jpg; without it, one batch")
     add("--arch", default="resnet18", metavar="NAME", help="a torchvision model")
     add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images per step")
     add("--image-size", type=whole_number(32), default=224, metavar="N", help="pixels per side")
@@ -70,21 +71,23 @@ def main(args):
     speed = images_seen / (time.perf_counter() - start)
     setting = f"{args.arch}, {args.batch_size} images per step, amp {args.amp}"
     print(f"a plain loop: {setting}: {speed:.1f} img/s, loss {averages[0]:.3f}")
-    names = ("data_dir", "batch_size", "image_size", "workers", "steps", "amp")
+    names = ["data_dir", "batch_size", "image_size", "steps", "amp"] + ["workers"] * bool(args.data_dir)
     settings = {"bench": "peer", "model": args.arch} | {name: getattr(args, name) for name in names}
     append(args.log_file, settings | environment(device) | {"images_per_second": round(speed, 1)})
 
 
 def build_loader(args):
-    normalize = T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    options = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True}
+    """Return batches of photographs; without a folder, one batch in memory, which main() uses again and again."""
+    pin = torch.accelerator.is_available()
     if args.data_dir is None:
-        images = torch.randn(2 * args.batch_size, 3, args.image_size, args.image_size)
-        dataset = TensorDataset(images, torch.randint(1000, (len(images),)))
-        return DataLoader(dataset, **options, pin_memory=torch.accelerator.is_available())
+        images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
+        targets = torch.randint(1000, (args.batch_size,))
+        return [(images.pin_memory(), targets.pin_memory()) if pin else (images, targets)]
+    normalize = T.Normalize([level / 255 for level in MEAN], [level / 255 for level in STD])
     transform = T.Compose([T.RandomResizedCrop(args.image_size), T.RandomHorizontalFlip(), T.ToTensor(), normalize])
     dataset = torchvision.datasets.ImageFolder(Path(args.data_dir, "train"), transform)
-    return DataLoader(dataset, **options, num_workers=args.workers, pin_memory=torch.accelerator.is_available())
+    options = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True}
+    return DataLoader(dataset, **options, num_workers=args.workers, pin_memory=pin)
 
 
 if __name__ == "__main__":

@@ -150,18 +150,18 @@ def vote(rank, ranks, port, step, file):
         time.sleep(step)
         votes.count()
 
-    medians = {}
+    mean = {}  # seconds of a step
     for kind in (none, every_step, ours):
         seconds = []
         for _ in range(STEPS):
             start = time.perf_counter()
             kind()
             seconds.append(time.perf_counter() - start)
-        medians[kind] = statistics.mean(sorted(seconds)[: STEPS * 9 // 10])  # without the steps that were disturbed
+        mean[kind] = statistics.mean(sorted(seconds)[: STEPS * 9 // 10])  # without the steps that were disturbed
         dist.barrier()
     if rank == 0:
         row = {"ranks": ranks, "step_seconds": step, "vote_seconds": votes.seconds, "every": votes.every}
-        row |= {"cost_every_step": medians[every_step] / medians[none] - 1, "cost": medians[ours] / medians[none] - 1}
+        row |= {"cost_every_step": mean[every_step] / mean[none] - 1, "cost": mean[ours] / mean[none] - 1}
         file.write_text(json.dumps(row))
 
 
@@ -169,7 +169,7 @@ def measure_script(ranks):
     """Start, stop and resume 06. Return a row of seconds and memory."""
     with tempfile.TemporaryDirectory() as folder:
         row = {"ranks": ranks}
-        for name, extra in (("start", []), ("resume", ["--resume"])):
+        for name, end, extra in (("start", "stop", []), ("resume", "stop_again", ["--resume"])):
             begin, outputs, port = time.perf_counter(), Path(folder, name), free_port()
             outputs.mkdir()
             flags = [*FLAGS.split(), "--dummy", 40 * ranks, "--batch-size", 2 * ranks, "--checkpoints-path"]
@@ -182,9 +182,7 @@ def measure_script(ranks):
             for pid in pids:  # as torchrun and Slurm do
                 os.kill(pid, signal.SIGTERM)
             exit_codes(pids, EXIT_REQUEUE)
-            row[f"{name.replace('start', 'stop').replace('resume', 'stop_again')}_seconds"] = (
-                time.perf_counter() - begin
-            )
+            row[f"{end}_seconds"] = time.perf_counter() - begin
             if not re.search(r"stopped by a signal after step \d+: saved", (outputs / "0").read_text()):
                 raise UserError(f"{ranks} ranks have not saved: {(outputs / '0').read_text()[-300:]}")
         if "resumed from" not in (outputs / "0").read_text():
@@ -210,9 +208,11 @@ def wait_for_line(file, pattern, pids):
     while not (file.exists() and re.search(pattern, file.read_text())):
         ended = [pid for pid in pids if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)]
         if ended or time.monotonic() > deadline:
-            text = file.read_text()[-500:] if file.exists() else ""
-            exit_codes(pids, expected=None) if ended else None
-            raise UserError(f"no training step within {PATIENCE} s: {text}")
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            reason = "a rank exited early" if ended else f"no training step within {PATIENCE} s"
+            raise UserError(f"{reason}: {file.read_text()[-500:] if file.exists() else ''}")
         time.sleep(0.02)
 
 

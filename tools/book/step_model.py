@@ -52,7 +52,7 @@ def cluster_seconds(size, devices, cluster):
     if devices == 1:
         return 0.0
     per_node = min(cluster.gpus_per_node, devices)
-    nodes = max(1, devices // per_node)
+    nodes = math.ceil(devices / per_node)
     bandwidth = cluster.inside if nodes == 1 else min(cluster.network, cluster.inside)
     hops = 2 * (devices - 1) - 2 * (nodes - 1)
     ring = hops * cluster.hop_inside + 2 * (nodes - 1) * cluster.hop_between
