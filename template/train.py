@@ -107,6 +107,9 @@ def main(args):
 def run_epoch(model, loader, d, bf16, optimizer=None):
     """Train, or evaluate if there is no optimizer. Return (mean loss, accuracy) over the examples of all processes."""
     model.train(optimizer is not None)
+    if not optimizer:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)  # the last step changed each process's batch norm statistics
     totals = torch.zeros(3, device=d.device)  # loss, correct answers, examples
     with torch.set_grad_enabled(optimizer is not None):
         for inputs, targets in loader:
