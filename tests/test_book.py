@@ -21,6 +21,7 @@ from ranks import Ranks
 from torch.distributed.run import get_args_parser
 
 from tools.book import book
+from tools.records import records
 
 PAGES = book.pages()
 FENCE = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -429,6 +430,12 @@ def test_the_srun_of_the_chapter_prints_what_it_shows(slurm, folder):
     text = next(text for text in texts if recorded(text))
     end = slurm.run(*shlex.split(scaled(text, folder)))
     assert end.returncode == 0 and forms(end.stdout) and forms(end.stdout) <= shown(text), end.stdout + end.stderr
+
+
+def test_no_output_is_recorded_of_a_command_that_failed_but_those_that_show_an_error():
+    for record in records("output"):
+        fails = "error: " in record["output"] or "Traceback" in record["output"]
+        assert fails == record["command"].startswith("RANK="), record["command"]
 
 
 def test_every_reason_not_to_run_a_command_is_one_of_a_kind():
