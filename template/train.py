@@ -11,6 +11,7 @@ With --resume it continues after the last saved epoch. On several machines all m
 """
 
 import argparse
+import math
 import os
 
 import torch
@@ -63,7 +64,6 @@ def main(args):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
 
     train_set, val_set, test_set = build_datasets()
     options = {"batch_size": args.batch_size // d.world_size, "num_workers": args.workers}
@@ -80,8 +80,11 @@ def main(args):
         state = torch.load(last_pt, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
         first, best = state["epoch"], state["best"]
+    # Made after the optimizer was loaded, it continues at this epoch, also with another --epochs.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda epoch: (1 + math.cos(math.pi * epoch / args.epochs)) / 2, last_epoch=first - 1
+    )
     for epoch in range(first, args.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch
         torch.manual_seed(hash((args.seed, epoch, d.rank)))  # dropout and augmentation, the same after a resume
@@ -98,7 +101,7 @@ def main(args):
             print(line, flush=True)
         if epoch + 1 == args.epochs or (args.save_every and (epoch + 1) % args.save_every == 0):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1, "best": best}
-            save(last_pt, state | {"scheduler": scheduler.state_dict()}, d)
+            save(last_pt, state, d)
     loss, accuracy = run_epoch(model, test_loader, d, args.bf16)
     if d.is_main:
         print(f"done: test loss {loss:.4f}, accuracy {accuracy:.2%}")

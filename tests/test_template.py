@@ -58,6 +58,18 @@ def test_two_processes_train_the_same_as_one_and_a_killed_run_continues_with_the
     whole, killed = (torch.load(project / name / "last.pt") for name in ("two", "killed"))
     assert whole["epoch"] == killed["epoch"] == 3 and whole["best"] == killed["best"]
     assert all(torch.equal(value, killed["model"][name]) for name, value in whole["model"].items())
+    assert torch.equal(
+        whole["optimizer"]["state"][0]["momentum_buffer"], killed["optimizer"]["state"][0]["momentum_buffer"]
+    )
+    validated = [float(re.search(r"validation loss [\d.]+, accuracy ([\d.]+)%", line)[1]) for line in two[:3]]
+    assert 100 * whole["best"] == pytest.approx(max(validated)) and (project / "two/best.pt").exists()
+
+    more = run(
+        project, sys.executable, "train.py", "--epochs", 5, "--batch-size", 500, "--checkpoints", "one", "--resume"
+    )
+    assert [line[:9] for line in more] == ["epoch 4/5", "epoch 5/5", "done: tes"]
+    before = float(re.search(r"train loss ([\d.]+)", one[2])[1])
+    assert float(re.search(r"train loss ([\d.]+)", more[1])[1]) < before, "it goes on to learn"
 
 
 def test_every_example_counts_once_on_three_processes(project):
@@ -66,6 +78,7 @@ def test_every_example_counts_once_on_three_processes(project):
     (project / "train.py").write_text(text.replace("range(11000, 12000)", "range(11000, 11997)"))
     flags = ["train.py", "--epochs", 1, "--batch-size", 600, "--save-every", 5]
     one = run(project, sys.executable, *flags)
+    assert torch.load(project / "checkpoints/last.pt")["epoch"] == 1, "the last epoch is saved"
     three = run(project, *TORCHRUN[:-1], "--nproc-per-node=3", *flags)
     count = float(one[-1].split()[-1].rstrip("%")) * 9.97
     assert abs(count - round(count)) < 0.06 and numbers(three) == pytest.approx(numbers(one), rel=2e-2)
