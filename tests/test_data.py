@@ -17,6 +17,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torchvision
 from conftest import ROOT, SCRIPTS, flags, write_images
 from PIL import Image
 from torchvision.transforms import functional as F
@@ -363,3 +364,11 @@ def test_no_image_of_a_limited_run_is_read_twice_or_from_the_rest(tmp_path):
     train, _ = data.build_datasets(flags("--dataset", "folder", "--data-dir", tmp_path, "--limit", 30))
     assert len({image.numpy().tobytes() for image in train.images}) == 30
     assert train.targets.bincount().min() > 5
+
+
+def test_photographs_are_normalised_by_imagenets_numbers(large_folder):
+    train, _ = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
+    preset = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
+    mean, std = train.channel_stats()
+    torch.testing.assert_close(mean / 255, torch.tensor(preset.mean))
+    torch.testing.assert_close(std / 255, torch.tensor(preset.std))

@@ -18,7 +18,15 @@ import torch.distributed as dist
 from conftest import ROOT, slurm_step
 
 from common import distributed
-from common.distributed import LaunchError, first_host, free_port, rendezvous, setup_device, setup_distributed
+from common.distributed import (
+    LaunchError,
+    first_host,
+    free_port,
+    rendezvous,
+    setup_device,
+    setup_distributed,
+    sum_over_ranks,
+)
 
 LAUNCHERS = (
     "RANK",
@@ -696,3 +704,32 @@ def test_the_copied_file_works_with_variables_that_count_machines(copy):
         "nodes 0 of 2, 0 of 1, sum 3",
         "nodes 1 of 2, 0 of 1, sum 3",
     ]
+
+
+def test_sum_over_ranks_is_a_new_tensor():
+    """A caller goes on counting in its own."""
+    setup_distributed()
+    mine = torch.ones(2)
+    total = sum_over_ranks(mine)
+    total += 1
+    assert mine.tolist() == [1, 1]
+
+
+def test_a_name_server_that_is_busy_is_asked_again(monkeypatch):
+    answers = iter([socket.gaierror(socket.EAI_AGAIN, "Temporary failure"), None])
+    original = socket.getaddrinfo
+
+    def getaddrinfo(host, *args, **options):
+        if host == "busy" and (error := next(answers)):
+            raise error
+        return original("127.0.0.1" if host == "busy" else host, *args, **options)
+
+    monkeypatch.setattr(distributed, "NETWORK_TIMEOUT", 0)
+    monkeypatch.setattr(distributed.socket, "getaddrinfo", getaddrinfo)
+    assert distributed.open_store(("busy", free_port(), ""), 0, 1, timedelta(seconds=20))
+
+
+def test_the_store_has_the_timeout_of_the_job():
+    """It begins with a longer one, which is for ranks that wait for rank 0."""
+    timeout = timedelta(seconds=33)
+    assert distributed.rendezvous(("127.0.0.1", free_port(), ""), 0, 1, timeout).timeout == timeout

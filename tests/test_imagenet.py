@@ -23,6 +23,7 @@ from PIL import Image
 from ranks import Ranks, training_log
 
 from common.errors import UserError
+from common.models import MnistNet
 from imagenet import data, elastic, signals
 from imagenet.checkpoint import decode, load_weights, read_file
 from imagenet.data import IGNORED, DummyImages, Images, build_datasets, build_normalize, find_folders, read_image
@@ -265,6 +266,131 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
         torch.testing.assert_close(weight, named[name].detach(), rtol=1e-4, atol=1e-6)
     logged = [json.loads(line)["train_loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert logged == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], abs=2e-4)
+
+
+def test_the_counts_of_an_epoch_go_on_where_a_killed_run_stopped(train, one_each, tmp_path):
+    options = [
+        one_each,
+        "--batch-size",
+        10,
+        "--epochs",
+        1,
+        "--checkpoint-every",
+        1,
+        "--deterministic",
+        "--eval-every",
+        0,
+    ]
+    assert train("whole", 2, *options).wait() == [0, 0]
+    assert -9 in train("killed", 2, *options, kill={1: 2}).wait()
+    assert train("killed", 2, *options, "--resume").wait() == [0, 0]
+    whole, killed = (final(tmp_path / name)["totals"] for name in ("whole", "killed"))
+    assert whole[3] == 40 and same(whole, killed)
+
+
+def note_seeds(folder, rank):
+    def manual_seed(seed, original=torch.manual_seed):
+        if sys._getframe(1).f_code.co_name == "train_epoch":
+            with open(folder / f"seeds{rank}", "a") as file:
+                file.write(f"{seed}\n")
+        return original(seed)
+
+    torch.manual_seed = manual_seed
+
+
+def test_dropout_differs_in_every_micro_batch_of_every_rank(train, tmp_path):
+    options = ["--dummy", 24, "--batch-size", 12, "--epochs", 2, "--accumulate", 2, "--eval-every", 0]
+    assert train("run", 2, *options, prepare=functools.partial(note_seeds, tmp_path)).wait() == [0, 0]
+    seeds = [seed for file in tmp_path.glob("seeds*") for seed in file.read_text().split()]
+    assert len(seeds) == 2 * 2 * 2 * 2 and len(set(seeds)) == len(seeds)
+
+
+def tell_of_exchanges(rank):
+    from imagenet import progress
+
+    def hook(self, state, bucket, original=progress.CommunicationClock._hook):
+        print("exchange", flush=True)
+        return original(self, state, bucket)
+
+    progress.CommunicationClock._hook = hook
+
+
+def test_ranks_exchange_gradients_once_per_step_however_many_micro_batches_it_has(train):
+    exchanges = []
+    for accumulate in (1, 3):
+        options = ["--dummy", 24, "--batch-size", 12, "--epochs", 2, "--accumulate", accumulate, "--eval-every", 0]
+        ranks = train(f"in{accumulate}", 2, *options, prepare=tell_of_exchanges)
+        assert ranks.wait() == [0, 0], ranks.output()
+        exchanges.append(ranks.output().count("exchange"))
+    assert exchanges[0] == exchanges[1] > 0
+
+
+def keep_states(folder, rank):
+    from imagenet import checkpoint
+
+    def save(self, state, *args, original=checkpoint.Checkpoints.save, **options):
+        torch.save(state, folder / f"state{rank}.pt")
+        original(self, state, *args, **options)
+
+    checkpoint.Checkpoints.save = save
+
+
+@pytest.mark.parametrize("ema", [0, 0.9])
+def test_all_ranks_save_the_same_state_with_averaged_buffers_too(train, one_each, tmp_path, ema):
+    options = [one_each, "--batch-size", 10, "--epochs", 1, "--eval-every", 0, "--ema", ema]
+    assert train("run", 2, *options, prepare=functools.partial(keep_states, tmp_path)).wait() == [0, 0]
+    one, other = (torch.load(tmp_path / f"state{rank}.pt", weights_only=True) for rank in range(2))
+    assert any("running_mean" in name for name in one["model"]) and (one["ema"] is None) == (ema == 0)
+    assert all(same(one[part], other[part]) for part in one)
+
+
+def test_the_averaged_weights_are_what_is_evaluated(train, one_each, tmp_path):
+    """With an average that hardly moves, the evaluated model is the untrained one."""
+    options = [one_each, "--batch-size", 10, "--epochs", 2, "--lr", 1, "--warmup-epochs", 0, "--ema", 0.999999]
+    ranks = train("run", 1, *options, "--arch", "mnist_net", prepare=without_dropout)
+    assert ranks.wait() == [0], ranks.output()
+    accuracies = set(re.findall(r"== test: .* top-1: +([\d.]+)%", ranks.output()))
+    weights = decode(read_file(max((tmp_path / "run/checkpoints").glob("step-*.pt"))))
+    images, targets, _ = Images(one_each / "val", 32).__getitems__([(0, k) for k in range(40)])
+    prepared = build_normalize(False, torch.device("cpu"))(images)
+    correct = {}
+    for part in ("model", "ema"):
+        net = MnistNet(3, (32, 32), 40)
+        net.load_state_dict(weights[part])
+        with torch.no_grad():
+            correct[part] = (net.eval()(prepared).argmax(1) == targets).float().mean().item()
+    assert correct["ema"] != correct["model"] and accuracies == {f"{100 * correct['ema']:.3f}"}
+
+
+def test_the_first_step_begins_the_average(train, tmp_path):
+    """Not the untrained weights, which would weigh on it for a long time."""
+    options = ["--dummy", 12, "--batch-size", 12, "--epochs", 1, "--lr", 1, "--warmup-epochs", 0, "--ema", 0.5]
+    assert train("run", 1, *options).wait() == [0]
+    assert same(final(tmp_path / "run")["ema"], final(tmp_path / "run")["model"])
+
+
+def test_eval_every_says_after_which_epochs_a_model_is_evaluated():
+    def due(every):
+        return [script.evaluation_due(SimpleNamespace(eval_every=every, epochs=5), epoch) for epoch in range(5)]
+
+    assert due(2) == [False, True, False, True, True] and due(0) == [False] * 5 and due(1) == [True] * 5
+
+
+def test_a_worker_that_stops_for_its_torchrun_waits_for_the_signal(monkeypatch):
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        signals.stop.signal = "SIGTERM" if len(waits) == 3 else None
+
+    monkeypatch.setattr(elastic.time, "sleep", sleep)
+    monkeypatch.setattr(signals, "ignore", lambda: None)
+    monkeypatch.setattr(signals.stop, "signal", None)
+    for launcher, expected in (("torchrun", 3), ("srun", 0)):
+        waits.clear()
+        with pytest.raises(SystemExit) as end:
+            elastic.exit_for_requeue(launcher)
+        assert end.value.code == EXIT_REQUEUE and len(waits) == expected
 
 
 class Silent:
@@ -545,6 +671,15 @@ def test_a_crop_depends_on_seed_epoch_and_image_alone(one_each):
     assert not torch.equal(images[0], images[1]), "another one in each epoch"
     assert not torch.equal(second.__getitems__([(0, 3)])[0][0], images[0])
     assert len(damaged) == 0 and images.dtype == torch.uint8
+
+
+def test_a_validation_image_is_prepared_as_torchvisions_published_weights_expect(large_folder):
+    images = Images(large_folder / "val", 224)
+    prepared = build_normalize(False, torch.device("cpu"))(images.__getitems__([(0, k) for k in range(8)])[0])
+    preset = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
+    expected = torch.stack([preset(Image.open(path)) for path in images.paths])
+    # Levels of 0 to 255 are rounded here before they are normalized; Pillow resizes with a rounding of its own.
+    assert (prepared - expected).abs().max() < 2.5 / 255 / 0.22
 
 
 @pytest.mark.parametrize("kind", ["grey.png", "alpha.png", "deep.png", "palette.png", "bitmap.bmp", "print.jpg"])

@@ -104,7 +104,8 @@ def train(folder, tmp_path_factory, request):
             out=printed,
             batches=[sorted(chain(*step)) for step in by_step("indices")],
             statistics={t["statistics"] for t in told if "statistics" in t},
-            tested=re.search(r"== test: .* acc: *([\d.]+)%", printed)[1],
+            printed=[float(n) for n in re.search(r"== step: .* loss: ([\d.]+) \| acc: +([\d.]+)%", printed).groups()],
+            tested=float(re.search(r"== test: .* acc: *([\d.]+)%", printed)[1]),
             losses=torch.tensor([sum(step) / world_size for step in by_step("loss")], dtype=torch.float64),
             weights=torch.load(out / "net.pt", weights_only=True),
         )
@@ -134,6 +135,8 @@ def test_a_network_without_batch_norm_learns_the_same_on_any_number_of_processes
     torch.testing.assert_close(many.losses, one.losses, rtol=1e-5, atol=1e-6)
     assert one.losses[0] - one.losses[-1] > 0.03, "it has learned, so there was something to disagree on"
     assert distance(many, one) < 1e-5
+    assert many.printed == pytest.approx(one.printed, abs=2e-3), "loss and accuracy of all ranks"
+    assert many.tested == pytest.approx(one.tested, abs=1.6), "of 65 images, one at most is on the edge"
     assert f"started by {launcher} | world size {world_size} " in many.out
     assert (
         f"global batch = {GLOBAL_BATCH // world_size} x {world_size} = {GLOBAL_BATCH} | lr 0.01 -> 0.0025" in many.out

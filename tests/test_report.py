@@ -203,3 +203,9 @@ def test_many_hosts_have_16_lines(capsys, monkeypatch):
     make(world_size=20).show_devices()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 17 and lines[15].startswith("rank 15 on host15: ") and lines[16] == "... and 4 more hosts"
+
+
+def test_images_per_second_are_those_of_all_ranks_of_the_world(clock):
+    report = make(world_size=4)
+    train_epoch(report, clock, steps=100, wait=0.0, seconds_of_step=lambda k: 0.1)
+    assert report.images_per_second == pytest.approx(4 * 100)

@@ -8,14 +8,16 @@ import shutil
 import signal
 import time
 
+import numpy as np
 import psutil
 import pytest
 import torch
 import torchvision
 from conftest import IN_PROCESS, QUICK, ROOT, flags, needs_gpu, needs_gpus, start, write_images
+from PIL import Image
 
 from common.data import build_datasets
-from common.models import MnistNet
+from common.models import MnistNet, SmallNet
 
 
 def losses(out):
@@ -109,6 +111,56 @@ def test_the_saved_weights_fit_torchvisions_own_network(run, small_folder, tmp_p
     run("02_snmc_dp.py", *QUICK, small_folder, "--arch", "resnet18", "--epochs", 1, "--save", tmp_path / "net.pt")
     net = torchvision.models.resnet18(num_classes=2)
     net.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
+
+
+def test_01_trains_as_a_plain_pytorch_loop(run, tmp_path):
+    """Pillow reads the images; statistics, rates and printed numbers are computed here; only the model is ours."""
+    for split, per_class in (("train", 20), ("test", 15)):
+        write_images(tmp_path, split, (32, 32), per_class=per_class)
+    given = ["--dataset", "folder", "--data-dir", tmp_path, "--arch", "small_net", "--batch-size", 16, "--no-augment"]
+    given += ["--lr", 0.8, "--seed", 3, "--epochs", 2, "--warmup-epochs", 1, "--print-every", 2]
+    end = run("01_snsc.py", *given, "--save", tmp_path / "net.pt")
+    assert end.code == 0, end.err
+
+    def read(split):
+        files = sorted(tmp_path.glob(f"{split}/*/*.png"))
+        pixels = np.stack([np.asarray(Image.open(file), dtype=np.float64) for file in files])  # (N, 32, 32, 3)
+        return pixels, torch.tensor([int(file.parent.name == "dog") for file in files])
+
+    (pixels, targets), (test_pixels, test_targets) = read("train"), read("test")
+    mean, std = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))
+    images, test_images = (
+        torch.from_numpy((p - mean) / std).float().permute(0, 3, 1, 2) for p in (pixels, test_pixels)
+    )
+    torch.manual_seed(3)
+    model = SmallNet(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=1e-4, nesterov=True)
+    sampler = torch.utils.data.RandomSampler(range(40), generator=torch.Generator().manual_seed(3))
+    trained, tested, step = [], [], 0
+    for _ in range(2):
+        model.train()
+        loss_sum = correct = seen = 0
+        for batch in torch.tensor(list(sampler)).split(16):
+            optimizer.param_groups[0]["lr"] = 0.8 * 16 / 256 * min(1, (step + 1) / 3)
+            outputs = model(images[batch])
+            loss = torch.nn.functional.cross_entropy(outputs, targets[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step, seen = step + 1, seen + len(batch)
+            loss_sum += loss.item() * len(batch)
+            correct += (outputs.argmax(1) == targets[batch]).sum().item()
+            trained += [loss_sum / seen, 100 * correct / seen] if step % 3 != 1 else []
+        model.eval()
+        with torch.no_grad():
+            tested.append(100 * (model(test_images).argmax(1) == test_targets).float().mean().item())
+    for name, weight in torch.load(tmp_path / "net.pt", weights_only=True).items():
+        torch.testing.assert_close(weight, model.state_dict()[name], rtol=1e-4, atol=1e-5)
+    printed = re.findall(r"== step: .* loss: ([\d.]+) \| acc: +([\d.]+)%", end.out)
+    assert [float(number) for line in printed for number in line] == pytest.approx(trained, abs=1e-3)
+    assert [float(acc) for acc in re.findall(r"== test: .* acc: +([\d.]+)%", end.out)] == pytest.approx(
+        tested, abs=1e-3
+    )
 
 
 # Their options

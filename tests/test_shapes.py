@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import flags
 from torch import nn
 
 from common import shapes
+from common.data import build_datasets
 
 
 def test_an_image_depends_on_its_seed_and_index_alone():
@@ -76,3 +78,11 @@ def test_colours_alone_do_not_give_the_class_away(drawn):
 def test_a_linear_classifier_of_the_raw_pixels_stays_under_60_percent(drawn):
     images, labels = drawn
     assert accuracy_of_probe(images.flatten(1), labels, hidden=False) < 60
+
+
+def test_the_test_set_is_drawn_with_a_seed_of_its_own():
+    train, test = build_datasets(flags("--limit", 300))
+    images, labels = shapes.render(1, range(10_000))
+    assert torch.equal(test.images, torch.from_numpy(images)) and torch.equal(test.targets, torch.from_numpy(labels))
+    trained, tested = ({image.numpy().tobytes() for image in part.images} for part in (train, test))
+    assert len(trained) == 300 and not trained & tested
