@@ -1,0 +1,466 @@
+"""Break the code on purpose, one line at a time, and see that the tests notice.
+
+    python tools/lab/mutants.py                  all mutants, in copies of the repository
+    python tools/lab/mutants.py data.py 06       those whose file contains one of these texts
+    python tools/lab/mutants.py --list
+
+Each mutant names the promise that it breaks and the tests that must fail. A mutant that survives is a test to write.
+"""
+
+import concurrent.futures
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from common.errors import UserError, one_line_errors
+from common.flags import Parser, whole_number
+
+PATIENCE = 600  # seconds until a test that hangs counts as failed
+
+
+class Mutant(NamedTuple):
+    """A change of one place in a file, what it breaks, and the tests that notice: arguments of pytest."""
+
+    file: str
+    before: str
+    after: str
+    breaks: str
+    tests: str
+
+
+def mutants(file, *changes):
+    """Return the Mutants of a file, given (before, after, breaks, tests) for each."""
+    return [Mutant(file, *change) for change in changes]
+
+
+# fmt: off
+MUTANTS = [
+    *mutants("01_snsc.py",
+        ("            optimizer.zero_grad()\n", "", "gradients of one step only", "tests/test_scripts.py -k first_run"),
+        ("            scheduler.step()\n", "", "the rate warms up", "tests/test_scripts.py -k climbs"),
+        ("nesterov=True", "nesterov=False", "the optimizer of the published runs",
+         "tests/test_scripts.py -k plain_pytorch"),
+        ("        model.eval()\n", "", "evaluation does not train", "tests/test_scripts.py -k plain_pytorch"),
+        ("totals += batch_totals", "totals = batch_totals", "means over the epoch",
+         "tests/test_scripts.py -k plain_pytorch"),
+    ),
+    *mutants("02_snmc_dp.py",
+        ("normalize(images)", "augment(images)", "test images are as they are",
+         "tests/test_scripts.py -k dataparallel"),
+        ("train_sampler = RandomSampler(train_set, generator=torch.Generator().manual_seed(args.seed))",
+         "train_sampler = range(len(train_set))", "another order in each epoch", "tests/test_scripts.py -k order"),
+    ),
+    *mutants("03_mnmc_ddp_launch.py",
+        ("        train_sampler.set_epoch(epoch)", "        epoch", "another order in each epoch",
+         "tests/test_scripts.py -k order"),
+        ("ddp = DistributedDataParallel(model)", "ddp = model", "ranks share gradients",
+         "tests/test_ladder.py -k torchrun-2"),
+        ("        dist.all_reduce(correct)\n", "", "accuracy of all ranks", "tests/test_ladder.py -k 1003"),
+        ("range(rank, len(test_set), world_size)", "range(len(test_set))", "test images count once",
+         "tests/test_ladder.py -k 1003"),
+        ("                dist.all_reduce(totals)  # the sum over all ranks\n", "", "printed loss of all ranks",
+         "tests/test_ladder.py -k torchrun-2"),
+        ("(args.seed + 1) + rank)", "(args.seed + 1))", "each rank augments in its own way",
+         "tests/test_launch.py -k crops_and_mirrors"),
+        ("args.batch_size * world_size / 256", "args.batch_size / 256", "the rate grows with the world",
+         "tests/test_ladder.py -k torchrun-2"),
+        ("            dist.broadcast(buffer, src=0)", "            pass", "all ranks evaluate one model",
+         "tests/test_ladder.py -k resnet18_without"),
+    ),
+    *mutants("04_mnmc_ddp_mp.py",
+        ("args.node_rank * args.nproc_per_node + local_rank", "local_rank", "ranks count all machines",
+         "tests/test_launch.py -k two_hosts"),
+        ("        dist.all_reduce(correct)\n", "", "accuracy of all ranks", "tests/test_ladder.py -k mp.spawn-2"),
+    ),
+    *mutants("05_mnmc_ddp_slurm.py",
+        ('os.environ["SLURM_PROCID"]', 'os.environ["SLURM_LOCALID"]', "ranks count all machines",
+         "tests/test_slurm.py -k starts_05"),
+        ("        dist.all_reduce(correct)\n", "", "accuracy of all ranks", "tests/test_ladder.py -k srun-2"),
+    ),
+    *mutants("06_imagenet.py",
+        ('        for group in optimizer.param_groups:\n            group["lr"] = lr\n',
+         '        optimizer.param_groups[0]["lr"] = lr\n', "norms and biases learn",
+         "tests/test_imagenet.py -k plain_pytorch"),
+        ("accuracy[0] > run.best", "accuracy[0] < run.best", "best.pt is the best",
+         "tests/test_imagenet.py -k test_best"),
+        ("            nn.utils.clip_grad_norm_(run.model.parameters(), args.clip_grad)\n", "            pass\n",
+         "--clip-grad", "tests/test_imagenet.py -k plain_pytorch"),
+        ("label_smoothing=args.label_smoothing", "label_smoothing=0.0", "--label-smoothing",
+         "tests/test_imagenet.py -k plain_pytorch"),
+        ("nesterov = args.momentum > 0", "nesterov = False", "Nesterov momentum",
+         "tests/test_imagenet.py -k plain_pytorch"),
+        ("        if self.d.is_main:\n            self.totals += ", "        if True:\n            self.totals += ",
+         "a resumed epoch counts its images once", "tests/test_imagenet.py -k counts_of"),
+        ("hash((args.seed, epoch, step, micro, d.rank))", "hash((args.seed, epoch, step, micro))",
+         "ranks drop other neurons", "tests/test_imagenet.py -k dropout_differs"),
+        ("hash((args.seed, epoch, step, micro, d.rank))", "hash((args.seed, epoch, step, d.rank))",
+         "micro-batches drop other neurons", "tests/test_imagenet.py -k dropout_differs"),
+        ("else run.ddp.no_sync()", "else contextlib.nullcontext()", "one exchange per step",
+         "tests/test_imagenet.py -k exchange_gradients"),
+        ("weight = d.world_size / run.batches.step_size(step)", "weight = 1 / run.batches.step_size(step)",
+         "the mean over all ranks", "tests/test_imagenet.py -k unevenly"),
+        ("run.ema.update(first=run.step == 0)", "run.ema.update(first=False)",
+         "averaging starts from the first weights", "tests/test_imagenet.py -k first_step_begins"),
+        ("*(self.ema.module.buffers() if self.ema else [])", "", "one average for all ranks",
+         "tests/test_imagenet.py -k same_state"),
+        ("            dist.broadcast(buffer, src=0)", "            pass", "one state for all ranks",
+         "tests/test_imagenet.py -k same_state"),
+        ("        if len(images):  # with more ranks", "        if True:  # with more ranks",
+         "more ranks than test images", "tests/test_imagenet.py -k every_test_image"),
+        ("return args.eval_every > 0 and (last or (epoch + 1) % args.eval_every == 0)", "return args.eval_every > 0",
+         "--eval-every", "tests/test_imagenet.py -k eval_every"),
+        ("lr * 0.1 ** (epoch // args.step_epochs)", "lr * 0.1 ** (epoch / args.step_epochs)", "--schedule step",
+         "tests/test_imagenet.py -k rate_warms"),
+        ("args.warmup_factor + (1 - args.warmup_factor) *", "", "--warmup-factor",
+         "tests/test_imagenet.py -k rate_warms"),
+        ("model = run.ema.module if run.ema else run.model", "model = run.model", "--ema is what is evaluated",
+         "tests/test_imagenet.py -k averaged_weights_are"),
+    ),
+    *mutants("common/data.py",
+        ("draw(1, torch.arange(10_000))", "draw(0, torch.arange(10_000))", "test images are not training images",
+         "tests/test_shapes.py -k seed_of_its_own"),
+        (".clamp(min=1).sqrt()", ".sqrt()", "a channel of one level is no division by zero",
+         "tests/test_data.py -k norm"),
+        ("torch.randint(2 * padding + 1, (2, n), device=device)",
+         "torch.randint(2 * padding + 1, (2, 1), device=device).expand(2, n)", "each image is cropped in its own way",
+         "tests/test_data.py -k offset"),
+        ('flip = 0.5 if args.dataset != "mnist" else 0', "flip = 0.5", "digits are not mirrored",
+         "tests/test_data.py -k digits"),
+        ("drop_last=train and len(sampler) % args.batch_size == 1", "drop_last=False", "no batch of one image",
+         "tests/test_data.py -k batch_of_one"),
+        ("torch.randperm(n, generator=torch.Generator().manual_seed(0))[:limit]", "torch.arange(n)[:limit]",
+         "--limit takes images of all classes", "tests/test_data.py -k limit"),
+        ("    signal.signal(signal.SIGINT, signal.SIG_IGN)\n", "    pass\n", "Ctrl-C is one line",
+         "tests/test_scripts.py -k ctrl_c"),
+        ("return (images / std).sub_(mean / std)", "return images / std", "input has mean 0",
+         "tests/test_data.py -k norm"),
+    ),
+    *mutants("common/models.py",
+        ("stem.stride, stem.padding", "1, stem.padding", "a grey stem keeps its stride",
+         "tests/test_models.py -k stem"),
+        ("stride=2, padding=1, bias=False", "stride=1, padding=1, bias=False",
+         "small_net ends in one value per channel", "tests/test_models.py"),
+        ('{"aux_logits": False, "init_weights": True}', "{}", "models with two outputs train", "tests/test_models.py"),
+        ("return model.train()", "return model", "a built model is in training mode", "tests/test_models.py"),
+    ),
+    *mutants("common/syncbn.py",
+        ("variance * total / (total - 1), share)", "variance, share)", "the running variance is unbiased",
+         "tests/test_sync_bn.py"),
+        ("        return SumOverRanks.forward(ctx, gradient)", "        return gradient",
+         "gradients flow to every rank", "tests/test_sync_bn.py"),
+        ("total = sums[-1].detach()", "total = sums.new_tensor(count * dist.get_world_size())",
+         "ranks may hold different numbers of images", "tests/test_sync_bn.py"),
+        ("return new.train(norm.training)", "return new", "a frozen norm stays frozen", "tests/test_sync_bn.py"),
+        ("type(module) not in PLAIN:", "False:", "a norm that does more is refused",
+         "tests/test_gpus.py -k batch_norm"),
+    ),
+    *mutants("common/distributed.py",
+        ("    total = tensor.clone()\n", "    total = tensor\n", "sum_over_ranks leaves its argument alone",
+         "tests/test_distributed.py -k new_tensor"),
+        ("is_mpich = MPICH[0] in env and (MPICH[2] in env or SLURM[1] not in env)", "is_mpich = MPICH[0] in env",
+         "srun with PMI is srun", "tests/test_distributed.py -k recognised"),
+        ('return counts[_read_number("SLURM_NODEID", 0, len(counts) - 1)]', "return counts[0]", "uneven tasks per node",
+         "tests/test_distributed.py -k recognised"),
+        ("torch.device(kind, 0 if has_own_gpu else local_rank)", "torch.device(kind, local_rank)",
+         "a task with its own GPU", "tests/test_distributed.py -k gpu"),
+        ("if is_task and count > local_world_size == slurm_tasks_here() == 1:", "if False:", "no idle GPUs in silence",
+         "tests/test_distributed.py -k slurm_task"),
+        ('if store.add(f"claims to {claim}", 1) == 1:', 'if store.add(f"claims to {claim}", 1):',
+         "a rank that is there twice is named", "tests/test_distributed.py -k twice"),
+        ("    if found != job:\n", "    if False:\n", "two jobs do not merge", "tests/test_distributed.py -k merge"),
+        ("PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500", "29500", "jobs get ports of their own",
+         "tests/test_distributed.py -k recognised"),
+        ("    _set_variables((rank, world_size, local_rank, local_world_size), address)\n", "",
+         "torchrun's variables are set", "tests/test_distributed.py -k variables_of_torchrun"),
+        ("        local_world_size //= tasks  # processes within one task\n", "",
+         "torchrun in a task has all its cores", "tests/test_distributed.py -k cores"),
+        ("if error.errno != socket.EAI_AGAIN and time", "if time", "a name server may be busy",
+         "tests/test_distributed.py -k busy"),
+        ("    store.set_timeout(timeout)\n    return store\n\n\ndef open_store", "    return store\n\n\ndef open_store",
+         "a collective has the timeout of the job", "tests/test_distributed.py -k store_has"),
+    ),
+    *mutants("common/errors.py",
+        ('rpartition("UserError: ")[-1], 2', 'rpartition("UserError: ")[-1], 1', "a mistake is exit code 2",
+         "tests/test_scripts.py -k mistake"),
+        ('_exit_now("stopped by Ctrl-C", 130)', '_exit_now("stopped by Ctrl-C", 0)', "Ctrl-C is exit code 130",
+         "tests/test_launch.py -k ctrl_c"),
+        ('from_nccl = isinstance(error, RuntimeError) and "NCCL" in text', "from_nccl = False",
+         "a lost peer of NCCL is one line", "tests/test_gpus.py -k loss_of_a_peer"),
+        ("        child.kill()", "        pass", "no process is left", "tests/test_scripts.py -k ctrl_c"),
+    ),
+    *mutants("common/folder.py",
+        ("test_folder = folders[1] if os.path.isdir(folders[1]) else folders[2]", "test_folder = folders[0]",
+         "the test set is val/", "tests/test_data.py -k val_serves"),
+        ("train.samples = [train.samples[k] for k in choose(len(train), args.limit)]",
+         "train.samples = train.samples[: args.limit]", "--limit takes images of all classes",
+         "tests/test_data.py -k limit"),
+        ("Photographs(test_folder, random_crops=False)", "Photographs(test_folder, random_crops=True)",
+         "evaluation sees the center", "tests/test_data.py -k centre"),
+        ("v2.Resize(CROP * 8 // 7)", "v2.Resize(CROP)", "evaluation as published", "tests/test_data.py -k centre"),
+        ("(58.395, 57.12, 57.375)", "(50.0, 57.12, 57.375)", "ImageNet's deviation", "tests/test_data.py -k imagenets"),
+    ),
+    *mutants("common/report.py",
+        ('(images - start[1]) * self.record["world_size"] / (now', "(images - start[1]) / (now", "img/s of all ranks",
+         "tests/test_report.py -k world"),
+        ("        synchronize(self.device)\n        return time", "        return time", "times of a GPU are true",
+         "tests/test_report.py -k synchronised"),
+        ("100 * float(correct) / self.test_images", "100 * float(correct) / self.images", "accuracy of the test set",
+         "tests/test_report.py"),
+        ("self.totals = [a + b for a, b in zip(self.totals, new, strict=True)]", "self.totals = new",
+         "means over the epoch", "tests/test_report.py"),
+        ("if self.args.log_file and self.rank == 0:", "if self.args.log_file:", "only rank 0 writes",
+         "tests/test_report.py -k rank_0"),
+        ("        dist.all_gather_object(everyone,", "        everyone[0] = (", "every host has a line",
+         "tests/test_report.py -k hosts_have"),
+    ),
+    *mutants("common/shapes.py",
+        ("TURN = 6", "TURN = 7", "the bytes of an image never change", "tests/test_shapes.py -k bytes"),
+        ("swap = np.stack([draw(11 + c, 2)", "swap = np.stack([0 * draw(11 + c, 2)",
+         "brightness does not tell the class", "tests/test_shapes.py"),
+    ),
+    *mutants("common/flags.py",
+        ('name and copies[name] > 1 and rank == "0"', "name and copies[name] > 1", "one warning, from rank 0",
+         "tests/test_launch.py -k copies"),
+        ('default="linear", help="linear', 'default="none", help="linear', "the rate follows the batch",
+         "tests/test_scripts.py -k learning_rate_follows"),
+        ("self.exit(2, f", "self.exit(1, f", "a mistake is exit code 2", "tests/test_scripts.py -k mistake"),
+    ),
+    *mutants("common/ddp_flags.py",
+        ("        if count > args.nodes:\n", "        if False:\n", "04 is not started by a launcher",
+         "tests/test_launch.py -k refuses"),
+        ("if args.node_rank > (last := args.nodes - 1):", "if (last := args.nodes - 1) < 0:", "a node rank fits",
+         "tests/test_launch.py -k refuses"),
+    ),
+    *mutants("imagenet/data.py",
+        ("(123.675, 116.28, 103.53)", "(123.675, 116.28, 100.0)", "ImageNet's mean",
+         "tests/test_imagenet.py -k torchvisions_published"),
+        ("v2.Resize(size * 8 // 7)", "v2.Resize(size)", "evaluation as published",
+         "tests/test_imagenet.py -k torchvisions_published"),
+        ("hash((self.seed, epoch, index))", "hash((self.seed, index))", "other crops in each epoch",
+         "tests/test_imagenet.py -k crop"),
+        ("self.transform(image), self.targets[used]", "self.transform(image), self.targets[index]",
+         "a replaced image has its own target", "tests/test_imagenet.py -k damaged"),
+        ("cores = cores_per_process(local_world_size)", "cores = cores_per_process(1)",
+         "ranks of a machine share its cores", "tests/test_gpus.py -k loader_workers"),
+        ("val = val or next(", "val = next(", "--val-path", "tests/test_imagenet.py -k val_path"),
+        ("lambda level: level / 256", "lambda level: level", "16 bits per pixel", "tests/test_imagenet.py -k kind"),
+        ("if len(self.known) > MAX_DAMAGED * len(self.dataset):", "if False:", "too many damaged images end the run",
+         "tests/test_imagenet.py -k damaged"),
+    ),
+    *mutants("imagenet/elastic.py",
+        ("manual_seed(self.seed + self.epoch)", "manual_seed(self.seed)", "another order in each epoch",
+         "tests/test_imagenet.py -k order_changes"),
+        ("return count * piece // pieces", "return count // pieces * piece", "every image once",
+         "tests/test_imagenet.py -k any_world"),
+        ("self.stop, self.save = self.stop or bool(stop), self.save or bool(save)",
+         "self.stop, self.save = bool(stop), bool(save)", "a wish between votes is heard", "tests/test_votes.py"),
+        ("torch.tensor([self.stop, self.save, step_seconds]), now", "torch.tensor([self.stop, 0, step_seconds]), now",
+         "a wish to save is heard", "tests/test_votes.py"),
+        ("    if not resume:\n", "    if False:\n", "restarts without --resume are refused",
+         "tests/test_troubleshooting.py -k restarts_without"),
+        ('while launcher == "torchrun" and signals.stop.signal is None', "while False",
+         "a worker waits for torchrun's signal", "tests/test_imagenet.py -k waits_for_the_signal"),
+    ),
+    *mutants("imagenet/checkpoint.py",
+        ("return any(self._gather(self.reads and bool(self._newest_first())))",
+         "return self.reads and bool(self._newest_first())", "all ranks refuse a second run",
+         "tests/test_imagenet.py -k second_run"),
+        ('temporary = os.path.join(folder, f".{name}.{socket.gethostname()}.{os.getpid()}.tmp")', "temporary = path",
+         "a file with the right name is complete", "tests/test_checkpoint.py -k killed"),
+        ("if trailer[len(MARK) :] != hashlib.sha256(body).hexdigest().encode():", "if False:",
+         "the checksum finds damage", "tests/test_checkpoint.py -k damaged"),
+        ('io.BytesIO(body), map_location="cpu", weights_only=True',
+         'io.BytesIO(body), map_location="cpu", weights_only=False', "a checkpoint runs no code",
+         "tests/test_checkpoint.py -k damaged"),
+        ('detach().to("cpu", copy=True)', 'detach().to("cpu")', "training may change its weights at once",
+         "tests/test_checkpoint.py -k change_its_weights"),
+        ("older[self.keep - 1 :]", "older[self.keep :]", "--keep", "tests/test_checkpoint.py -k newest_few"),
+        ("key=_step_of, reverse=True", "key=_step_of", "the newest one is used", "tests/test_checkpoint.py"),
+        ("return self.rank == 0 or (local_rank == 0 and not shared)", "return self.rank == 0",
+         "every machine keeps all", "tests/test_imagenet.py -k without_a_shared"),
+    ),
+    *mutants("imagenet/resume.py",
+        ('    if "accumulate" in changed:\n        return args.accumulate, micro_batch\n', "",
+         "--accumulate may change", "tests/test_imagenet.py -k cuts_batches"),
+        ('"image_size", "seed", "ema"', '"image_size", "ema"', "another seed is another run",
+         "tests/test_imagenet.py -k refused"),
+        ("least = 2 if batch_norm and not synchronized else 1", "least = 1", "batch norm needs two images",
+         "tests/test_imagenet.py -k cannot_train"),
+    ),
+    *mutants("imagenet/signals.py",
+        ("    if not stop.training:\n        sys.exit(EXIT_REQUEUE)\n", "", "a signal before training ends the process",
+         "tests/test_imagenet.py -k before_training"),
+        ("EXIT_REQUEUE = 75", "EXIT_REQUEUE = 0", "Slurm queues the job again", "tests/test_imagenet.py -k imported"),
+    ),
+    *mutants("imagenet/finetune.py",
+        ("            module.eval()\n", "            pass\n", "frozen batch norm does not move",
+         "tests/test_finetune.py"),
+        ("parameters[name].requires_grad_(False)", "parameters[name].requires_grad_(True)", "--freeze",
+         "tests/test_finetune.py"),
+        ('r"(?!\\d)"', 'r""', "--freeze 1 is not 17", "tests/test_finetune.py"),
+    ),
+    *mutants("imagenet/model.py",
+        ("weights = [p for p in trained if p.ndim > 1]", "weights = [p for p in trained if p.ndim > 0]",
+         "norms and biases do not decay", "tests/test_imagenet.py -k decay"),
+        ("1 if first else 1 - self.decay", "1 if first else self.decay", "--ema", "tests/test_gpus.py -k averaged"),
+        ("            mine.copy_(current)\n", "            pass\n", "counters of batch norm",
+         "tests/test_gpus.py -k averaged"),
+    ),
+    *mutants("imagenet/progress.py",
+        ("(self.args.epochs * self.steps - steps_done) * seconds_per_step", "self.steps * seconds_per_step",
+         "time left of the whole training", "tests/test_imagenet.py -k what_a_run_tells"),
+        ('"test_acc": round(top1, 3), "test_top5": round(top5, 3)',
+         '"test_acc": round(top5, 3), "test_top5": round(top5, 3)', "recorded top-1",
+         "tests/test_imagenet.py -k what_a_run_tells"),
+    ),
+    *mutants("imagenet/flags.py",
+        ('if args.amp == "fp16" and not torch', "if False and not torch", "fp16 needs a GPU",
+         "tests/test_imagenet.py -k wrong_flag"),
+    ),
+    *mutants("template/train.py",
+        ("        sampler.set_epoch(epoch)", "        epoch", "another order in each epoch", "tests/test_template.py"),
+        ("    dist.all_reduce(totals)\n", "", "numbers of all processes", "tests/test_template.py"),
+        ('        scheduler.load_state_dict(state["scheduler"])\n', "", "the same bits on resume",
+         "tests/test_template.py"),
+        ('        optimizer.load_state_dict(state["optimizer"])\n', "", "the same bits on resume",
+         "tests/test_template.py"),
+        ("range(d.rank, len(part), d.world_size)", "range(len(part))", "every example counts once",
+         "tests/test_template.py"),
+        ("        if epoch + 1 == args.epochs or (args", "        if (args", "the last epoch is saved",
+         "tests/test_template.py"),
+        ("if accuracy > best:", "if accuracy < best:", "best.pt is the best", "tests/test_template.py"),
+    ),
+    *mutants("launch/preflight.py",
+        ("        if len(claims) > 1:\n", "        if False:\n", "a rank that is there twice is named",
+         "tests/test_preflight.py -k twice"),
+        ("        if gpus > len(ranks) and gpus > 1:", "        if False:", "idle GPUs are named",
+         "tests/test_preflight.py -k idle"),
+        ("return size / seconds * 2 * (world_size - 1) / world_size", "return size / seconds",
+         "bus bandwidth as others count it", "tests/test_preflight.py -k bandwidth"),
+    ),
+    *mutants("launch/sensecore.sh",
+        ('--node-rank="$RANK"', "--node-rank=0", "each machine has its rank",
+         "tests/test_launch_files.py -k sensecore"),
+        ("-d AllReduce", "", "the message says how to submit", "tests/test_launch_files.py -k sensecore"),
+    ),
+    *mutants("launch/mpirun.sh",
+        ("--bind-to none ", "", "processes use all cores of their share", "tests/test_launch_files.py -k mpirun_sh"),
+    ),
+    *mutants("launch/06_elastic.sh",
+        ("    if ((left-- == 0)); then", "    if ((left == -1)); then", "a job that cannot run ends",
+         "tests/test_drill.py -k limited"),
+    ),
+    *mutants("launch/store.py",
+        ('        fail(f"port {port}: {error.strerror}', '        print(f"port {port}: {error.strerror}',
+         "a port that is taken is one line", "tests/test_drill.py -k second_store"),
+    ),
+    *mutants("launch/slurm/03_torchrun.sbatch",
+        ("processes=${SLURM_GPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}", "processes=$SLURM_CPUS_PER_TASK",
+         "a process per GPU", "tests/test_slurm.py -k lines_for_gpus"),
+    ),
+]
+# fmt: on
+
+
+def check(mutants):
+    """Raise UserError if a mutant no longer fits its file."""
+    for mutant in mutants:
+        if (count := (ROOT / mutant.file).read_text().count(mutant.before)) != 1:
+            raise UserError(f"{mutant.file}: {mutant.before!r} is there {count} times: expected once; mend the mutant")
+
+
+class Copies:
+    """Copies of the repository, one per thread."""
+
+    def __init__(self, folder):
+        self.folder, self.local = Path(folder), threading.local()
+
+    def get(self):
+        if not hasattr(self.local, "copy"):
+            self.local.copy = self.folder / str(threading.get_ident())
+            ignored = shutil.ignore_patterns(
+                ".venv", "data", "checkpoints", "__pycache__", ".pytest_cache", ".ruff_cache"
+            )
+            shutil.copytree(ROOT, self.local.copy, ignore=ignored)
+            (self.local.copy / ".venv").symlink_to(ROOT / ".venv")
+        return self.local.copy
+
+
+def run(mutant, copies):
+    """Return what noticed the mutant, as text, or None if it survived; and the seconds that took."""
+    copy, begin = copies.get(), time.monotonic()
+    text = (copy / mutant.file).read_text()
+    (copy / mutant.file).write_text(text.replace(mutant.before, mutant.after))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "--durations=0"]
+    command += split(mutant.tests)
+    process = subprocess.Popen(
+        command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=PATIENCE)
+        if process.returncode == 1:
+            failed = [line.split(" ", 1)[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            noticed = (failed or ["(no name)"])[0].split(" - ")[0].rpartition("::")[2]
+        elif process.returncode in (0, 5):  # 5: there is no such test
+            noticed = None
+        else:
+            raise UserError(
+                f"{mutant.file}, {mutant.after!r}: pytest exited with {process.returncode}: {output[-500:]}"
+            )
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        noticed = f"(no end within {PATIENCE} s)"
+    finally:
+        (copy / mutant.file).write_text(text)
+    return noticed, time.monotonic() - begin
+
+
+def split(tests):
+    """Return the arguments of pytest: files, and one expression after -k."""
+    files, _, expression = tests.partition(" -k ")
+    return [*files.split(), *(["-k", expression] if expression else [])]
+
+
+def parse_args():
+    parser = Parser(__doc__)
+    parser.add_argument("files", nargs="*", metavar="TEXT", help="mutants of files whose name contains it")
+    parser.add_argument("--list", action="store_true", help="list the mutants")
+    parser.add_argument("--jobs", type=whole_number(1), default=2, metavar="N", help="copies that run side by side")
+    return parser.parse_args()
+
+
+def main(args):
+    chosen = [m for m in MUTANTS if not args.files or any(text in m.file for text in args.files)]
+    check(chosen)
+    if args.list:
+        for mutant in chosen:
+            print(f"{mutant.file:32} {mutant.breaks}")
+        return
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        copies = Copies(folder)
+        futures = {pool.submit(run, mutant, copies): mutant for mutant in chosen}
+        for future in concurrent.futures.as_completed(futures):
+            mutant = futures[future]
+            noticed, seconds = future.result()
+            print(f"{mutant.file:32} {mutant.breaks:48} {seconds:4.0f} s  {noticed or 'SURVIVED'}", flush=True)
+            survivors += [mutant] * (noticed is None)
+    if survivors:
+        raise UserError(f"{len(survivors)} of {len(chosen)} mutants survived: write a test for each")
+    print(f"all {len(chosen)} mutants were noticed")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(parse_args())
