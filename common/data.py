@@ -6,7 +6,6 @@ decoded and cropped by loader processes: see folder.py.
 """
 
 import os
-import signal
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +86,6 @@ def build_loader(dataset, args, sampler=None, *, train=False):
         persistent_workers=train and workers > 0,
         pin_memory=torch.accelerator.is_available(),
         collate_fn=tuple if dataset.in_memory else None,  # __getitems__ has made a batch already
-        worker_init_fn=ignore_ctrl_c,
     )
 
 
@@ -130,11 +128,6 @@ def crop_and_flip(images, padding, top, left, mirror):
     windows = F.pad(images, [padding] * 4).unfold(2, height, 1).unfold(3, width, 1)
     images = windows[torch.arange(len(images), device=images.device), :, top, left]
     return torch.where(mirror[:, None, None, None], images.flip(3), images)
-
-
-def ignore_ctrl_c(worker):
-    """Leave Ctrl-C to the main process, which stops the loader processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def choose(n, limit):
