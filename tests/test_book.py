@@ -1,11 +1,11 @@
 """README.md and docs/: every command is taken and, where it can, runs; every snippet runs; every link leads on."""
 
+import ast
 import contextlib
 import functools
 import io
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -55,7 +55,7 @@ def all_commands():
         for line in lines_of(block)
     ]
     for script in ALL_SCRIPTS:  # their docstrings show commands too, and say what they need
-        doc = runpy.run_path(str(ROOT / script))["__doc__"]
+        doc = ast.get_docstring(ast.parse((ROOT / script).read_text()))
         doc = re.sub(r"\s*\\\n\s*", " ", doc)
         shown = re.findall(r"^ +((?:python|torchrun|srun|sbatch) .*?)(?:  +\S.*)?$", doc, re.M)
         found += [Command(script, " ".join(line.partition(" #")[0].split()), "a docstring") for line in shown]

@@ -145,6 +145,11 @@ def test_a_limit_takes_the_same_images_of_every_class():
     assert len(more) == 50_000
 
 
+def test_a_limit_of_a_folder_takes_images_of_every_class(small_folder):
+    few, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", small_folder, "--limit", 12))
+    assert len(few) == 12 and few.targets.bincount(minlength=2).min() >= 2 and len(test) == 24
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["shapes", "folder"])
 def test_memory_holds_one_copy_of_the_images(dataset, tmp_path):
@@ -372,3 +377,10 @@ def test_photographs_are_normalised_by_imagenets_numbers(large_folder):
     mean, std = train.channel_stats()
     torch.testing.assert_close(mean / 255, torch.tensor(preset.mean))
     torch.testing.assert_close(std / 255, torch.tensor(preset.std))
+
+
+def test_a_channel_of_one_level_is_no_division_by_zero():
+    """Such as the colours of grey images with an alpha channel, or a folder of black ones."""
+    train = data.MemoryImages(torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 1)
+    _, normalize = data.build_transforms(train, flags("--dataset", "folder"), CPU)
+    assert normalize(train.images).abs().max() < 1e-6

@@ -14,7 +14,7 @@ from conftest import ROOT, start, write_images
 from tools import steps
 from tools.bench import ddp as bench_ddp
 from tools.bench import rendezvous as bench_rendezvous
-from tools.lab import drill
+from tools.lab import drill, mutants
 from tools.records import checkpoint_cost, records, select
 
 
@@ -79,7 +79,17 @@ def test_a_python_without_venv_says_which_package_to_install(fresh):
     assert not (fresh / ".venv").exists()
 
 
-# tools/bench.py
+# tools/lab/mutants.py
+
+
+def test_every_mutant_fits_the_code_as_it_is_now():
+    mutants.check(mutants.MUTANTS)
+    assert len(mutants.MUTANTS) >= 60
+    files = {file for mutant in mutants.MUTANTS for file in mutants.split(mutant.tests)[:1]}
+    assert all((ROOT / file).exists() for file in files)
+
+
+# tools/bench/
 
 
 def bench(*given):
