@@ -148,15 +148,14 @@ def test_two_ranks_on_the_one_gpu_that_torchrun_sees_are_refused_by_name():
 
 def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp_path):
     batches = GlobalBatches(4, 2, 0, 1)
-    monkeypatch.setattr("imagenet.data.cores_per_process", lambda _: 8)
+    monkeypatch.setattr("imagenet.data.cores_per_process", lambda processes: 16 // processes)
     images = copy.copy(DummyImages(4, 16))
     images.__class__ = type("Images", (DummyImages,), {})
     monkeypatch.setattr("imagenet.data.isinstance", lambda value, kind: False, raising=False)
-    assert build_loader(images, batches, None, 1).num_workers == 8
+    assert build_loader(images, batches, None, 2).num_workers == 8
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert build_loader(images, batches, None, 1).num_workers == 6
-    monkeypatch.setattr("imagenet.data.cores_per_process", lambda _: 1)
-    assert build_loader(images, batches, None, 1).num_workers == 1
+    assert build_loader(images, batches, None, 2).num_workers == 6
+    assert build_loader(images, batches, None, 16).num_workers == 1
 
 
 def test_a_gpu_that_emulates_bf16_is_named(monkeypatch, capsys):

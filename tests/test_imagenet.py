@@ -179,7 +179,7 @@ def test_a_signal_that_arrives_while_torch_is_imported_asks_for_a_requeue(tmp_pa
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "importing\n"
         process.send_signal(getattr(signal, name))
-        assert process.wait(60) == EXIT_REQUEUE
+        assert process.wait(60) == 75, "which launch/slurm/06_srun.sbatch looks for"
 
 
 @pytest.mark.slow
@@ -579,6 +579,9 @@ def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_s
     other = [*options, *SMALL, "--resume", "--arch", "resnet18", "--checkpoints-path", tmp_path / "run/checkpoints"]
     ranks = Ranks(folder(tmp_path, "arch"), 1, other)
     assert ranks.wait() == [2] and "of a run with --arch mobilenet_v3_small: expected the same" in ranks.output()
+    ranks = train("run", 2, *options)
+    assert ranks.wait() == [2, 2], "no rank waits for one that has refused"
+    assert all("holds checkpoints already" in ranks.output(rank) for rank in range(2))
 
 
 def test_a_resumed_run_cuts_batches_as_the_flags_say_or_into_micro_batches_as_small_as_before(capsys):
@@ -633,11 +636,31 @@ def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, 
     wanted = {"model": "mobilenet_v3_small", "world_size": 2, "global_batch": 8, "sync_bn": True, "backend": "gloo"}
     assert wanted.items() <= records[1].items() and records[1]["train_loss"] > 0
     assert 0 < records[1]["communication_share"] < 1 and 0 <= records[1]["test_acc"] <= records[1]["test_top5"] <= 100
+    printed = re.findall(r"== test: \[\d/2\] \| top-1: +([\d.]+)% \| top-5: +([\d.]+)%", ranks.output())
+    assert [(float(top1), float(top5)) for top1, top5 in printed] == [(r["test_acc"], r["test_top5"]) for r in records]
+    assert any(r["test_acc"] < r["test_top5"] for r in records), "there was something to mistake for the other"
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert {"train/loss", "train/lr", "speed/images_per_second", "test/top1"} <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("test/top1")] == [5, 10]
+
+
+def test_a_step_line_tells_means_speed_and_time_left_as_computed_by_hand(monkeypatch, capsys):
+    """Two ranks in the second of three epochs of ten steps, resumed after step 4 and now after step 8, 40 s later."""
+    monkeypatch.setattr("imagenet.progress.time.perf_counter", lambda: 140.0)
+    progress = Progress.__new__(Progress)
+    progress.args, progress.rank, progress.device = SimpleNamespace(epochs=3), 0, torch.device("cpu")
+    progress.record, progress.steps, progress.epoch, progress.first_step = {"world_size": 2}, 10, 1, 4
+    progress.epoch_start = progress.line_start = (100.0, 50)
+    progress.images, progress.totals, progress.waited, progress.communicated = 250, [30.0, 10.0, 20.0, 100.0], 0.0, 0.0
+    progress.communication, progress.tensorboard, progress.waiting = None, None, SimpleNamespace(read=lambda: 10.0)
+    progress.bar = SimpleNamespace(set_postfix_str=lambda text: None)
+    progress.show_step(7, torch.tensor([230.0, 110.0, 320.0, 500.0]), 0.05)
+    assert capsys.readouterr().out == (
+        "   == step: [   8/10] [2/3] | loss: 0.500 | top-1: 25.000% | 10 img/s | lr 0.05 | data 25.0%, compute 75.0% | "
+        "2 min left\n"
+    )
 
 
 # The batches
@@ -696,12 +719,16 @@ def test_a_validation_image_is_prepared_as_torchvisions_published_weights_expect
     assert (prepared - expected).abs().max() < 2.5 / 255 / 0.22
 
 
-@pytest.mark.parametrize("kind", ["grey.png", "alpha.png", "deep.png", "palette.png", "bitmap.bmp", "print.jpg"])
+@pytest.mark.parametrize(
+    "kind", ["grey.png", "alpha.png", "deep.png", "deep.tiff", "palette.png", "bitmap.bmp", "print.jpg"]
+)
 def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind):
     mode = {"grey": "L", "alpha": "RGBA", "deep": "I;16", "palette": "P", "bitmap": "RGB", "print": "CMYK"}
     levels = np.arange(30 * 40).reshape(30, 40) * 255 // 1199
     deep = Image.fromarray((levels * 257).astype(np.uint16))
-    image = deep if kind == "deep.png" else Image.fromarray(levels.astype(np.uint8)).convert(mode[kind.split(".")[0]])
+    image = (
+        deep if kind.startswith("deep") else Image.fromarray(levels.astype(np.uint8)).convert(mode[kind.split(".")[0]])
+    )
     image.save(tmp_path / kind)
     image = read_image(str(tmp_path / kind))
     assert image.shape == (3, 30, 40) and image.dtype == torch.uint8

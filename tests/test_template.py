@@ -84,6 +84,16 @@ def test_every_example_counts_once_on_three_processes(project):
     assert abs(count - round(count)) < 0.06 and numbers(three) == pytest.approx(numbers(one), rel=2e-2)
 
 
+def test_every_epoch_has_an_order_of_its_own(project):
+    text = (project / "train.py").read_text()
+    call = "        loss, accuracy = run_epoch(ddp, "
+    assert text.count(call) == 1
+    (project / "train.py").write_text(text.replace(call, f"        print('order', list(sampler)[:5])\n{call}"))
+    lines = run(project, sys.executable, "train.py", "--epochs", 2, "--batch-size", 5000)
+    orders = [line for line in lines if line.startswith("order")]
+    assert len(orders) == len(set(orders)) == 2
+
+
 def test_a_batch_that_the_processes_cannot_share_is_named(project):
     assert "--batch-size 63: expected a multiple of the 2 processes" in run(
         project, *TORCHRUN, "train.py", "--batch-size", 63, code=1
