@@ -186,7 +186,9 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_checkpoints_alone
     for k in range(4):
         process = context.Process(target=write_for_ever, args=(folder,))
         process.start()
+        deadline = time.monotonic() + 60
         while not (list(folder.glob("step-*")) and list(folder.glob(".*.tmp"))):
+            assert time.monotonic() < deadline, "a file gets its name when it is complete"
             time.sleep(0.001)
         time.sleep(0.003 * k)
         process.kill()

@@ -152,6 +152,15 @@ def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved_when_it_is_asked_t
     assert f"after step {saved[1]} of {8 * epochs}" in out and out.count("done: ") == 1
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are counted on Linux only")
+def test_mpirun_sh_leaves_all_cores_to_every_process(mpirun, tmp_path):
+    """mpirun would bind each of two processes to one core, and its threads and loader workers with it."""
+    (tmp_path / "cores.py").write_text("import os; print('cores', len(os.sched_getaffinity(0)), flush=True)\n")
+    code, out, err = finished(mpirun(tmp_path / "cores.py", HOSTS="localhost:2"))
+    assert code == 0, err
+    assert sorted(out.splitlines()) == [f"cores {len(os.sched_getaffinity(0))}"] * 2
+
+
 def test_mpirun_sh_without_open_mpi_or_its_hosts_says_so(mpirun, tmp_path):
     code, _, err = finished(mpirun("train.py", HOSTFILE=tmp_path / "none"), timeout=10)
     assert code == 2 and err.startswith(f"mpirun.sh: error: HOSTFILE={tmp_path}/none: expected a file with one line")

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -42,18 +41,14 @@ def test_two_processes_train_the_same_as_one_and_a_killed_run_continues_with_the
     accuracy = float(re.search(r"done: test loss [\d.]+, accuracy ([\d.]+)%", one[-1])[1])
     assert accuracy > 60, "of five classes; guessing is 20"
 
-    process = subprocess.Popen(
-        [*map(str, [*TORCHRUN, *flags, "--checkpoints", "killed"])],
-        cwd=project, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    for line in process.stdout:
-        if line.startswith("epoch 1/3"):
-            break
-    while not (project / "killed/last.pt").exists():
-        assert process.poll() is None
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    text = (project / "train.py").read_text()
+    saved = "            save(last_pt, state, d)\n"
+    assert text.count(saved) == 1
+    (project / "killed.py").write_text(
+        text.replace(saved, f"{saved}            d.is_main and os.kill(os.getpid(), 9)\n")
+    )
+    run(project, *TORCHRUN, "killed.py", *flags[1:], "--checkpoints", "killed", code=1)
+    assert torch.load(project / "killed/last.pt")["epoch"] == 1
     run(project, *TORCHRUN, *flags, "--checkpoints", "killed", "--resume")
     whole, killed = (torch.load(project / name / "last.pt") for name in ("two", "killed"))
     assert whole["epoch"] == killed["epoch"] == 3 and whole["best"] == killed["best"]
@@ -80,8 +75,10 @@ def test_every_example_counts_once_on_three_processes(project):
     one = run(project, sys.executable, *flags)
     assert torch.load(project / "checkpoints/last.pt")["epoch"] == 1, "the last epoch is saved"
     three = run(project, *TORCHRUN[:-1], "--nproc-per-node=3", *flags)
-    count = float(one[-1].split()[-1].rstrip("%")) * 9.97
-    assert abs(count - round(count)) < 0.06 and numbers(three) == pytest.approx(numbers(one), rel=2e-2)
+    for lines in (one, three):  # an accuracy of 997 examples is a whole number of 997ths
+        count = float(lines[-1].split()[-1].rstrip("%")) * 9.97
+        assert abs(count - round(count)) < 0.06
+    assert numbers(three) == pytest.approx(numbers(one), rel=2e-2)
 
 
 def test_every_epoch_has_an_order_of_its_own(project):
