@@ -290,11 +290,12 @@ def test_one_slurm_task_with_several_gpus_is_refused_with_the_ways_that_work(env
     environment(**alone)
     gpus(2)
     with pytest.raises(
-        LaunchError, match=r"one Slurm task with 2 GPUs: .*srun --ntasks-per-node=2 python .*, or srun torchrun"
+        LaunchError, match=r"one Slurm task with 2 GPUs, .*srun --ntasks-per-node=2 python .*, or srun torchrun"
     ):
         setup_device(0, 1)
     environment(**alone, **torchrun(0))
     assert setup_device(0, 2) == torch.device("cuda", 0), "a torchrun in the task"
+    assert setup_device(0, 1) == torch.device("cuda", 0), "processes whose ranks somebody has set by hand"
     environment(**srun(0))
     assert setup_device(0, 2) == torch.device("cuda", 0), "a task for each GPU"
     environment(**alone)

@@ -66,7 +66,7 @@ def records(path):
 def test_what_has_passed_is_recorded_and_not_run_again(machine, capfd):
     for expected in (["good", "bad"], ["bad"]):
         before = len(records(machine)) if machine.exists() else 0
-        with pytest.raises(UserError, match=r"failed: bad; once more with python tools/gpu.py bad"):
+        with pytest.raises(UserError, match=r"failed: bad; run again: python tools/gpu.py bad"):
             gpu.main(SimpleNamespace(parts=[], list=False))
         assert [record["part"] for record in records(machine)[before:]] == expected
     good, bad = records(machine)[:2]

@@ -191,7 +191,8 @@ def test_the_lines_for_gpus_give_every_process_the_gpus_of_its_machine(slurm, fi
     other = slurm.popen("srun", "--nodes=1", "--ntasks=1", "--nodelist=n01", "--gpus=1", "sleep", "100")
     try:
         wait_until(lambda: "R" in slurm.run("squeue", "--noheader", "--format=%t").stdout, 30)
-        job = slurm.sbatch(tmp_path / file, *given, options=["--nodelist=n01,n02"])
+        cores = ["--cpus-per-task=3"] * file.endswith("torchrun.sbatch")  # not as many as GPUs
+        job = slurm.sbatch(tmp_path / file, *given, options=["--nodelist=n01,n02", *cores])
         assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
     finally:
         other.terminate()
