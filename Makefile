@@ -23,7 +23,8 @@ demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: about two minutes on t
 	@echo "      docs/01_snsc.md                           what happened, and what to read next"
 
 test: $(VENV)/ready-dev  ## run the quick tests: about five minutes on two cores
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -m "not slow" -n 2 --dist loadfile
+	@echo "The quick tests have passed. The slow ones, which take half an hour more: make test-all"
 
 test-all: $(VENV)/ready-dev  ## run all tests: more than half an hour on two cores
 	$(RUN) -m pytest

@@ -668,6 +668,7 @@ def test_the_copied_file_works_under_torchrun(copy):
     assert outputs(process) == [line.format("torchrun") for line in TWO]
 
 
+@pytest.mark.slow
 def test_the_copied_file_works_with_torchruns_words_from_somebody_else(copy):
     variables = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     processes = [started(copy, "train.py", RANK=r, LOCAL_RANK=r, **variables) for r in (0, 1)]
@@ -687,6 +688,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_copied_file_works_in_processes_of_mp_spawn_with_variables_set_by_hand(copy):
     (copy / "spawn.py").write_text(SPAWN)
     assert outputs(started(copy, "spawn.py", str(free_port()))) == [line.format("torchrun") for line in TWO]
@@ -698,6 +700,7 @@ def test_the_copied_file_works_with_mpiruns_variables(copy):
     assert outputs(*processes) == [line.format("mpirun") for line in TWO]
 
 
+@pytest.mark.slow
 def test_the_copied_file_works_with_variables_that_count_machines(copy):
     port = free_port()
     given = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}

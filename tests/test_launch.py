@@ -114,6 +114,7 @@ def test_two_jobs_of_mp_spawn_run_side_by_side_on_one_machine(small_folder):
         assert (code, err) == (0, "") and "started by mp.spawn | world size 2 (2 on this machine)" in out
 
 
+@pytest.mark.slow
 def test_the_processes_share_the_cores(small_folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     code, out, err = finished(start("04_mnmc_ddp_mp.py", "--nproc-per-node=2", *QUICK, small_folder, "--epochs", 1))
@@ -231,6 +232,7 @@ def test_the_children_of_mp_spawn_end_with_their_parent(small_folder):
     assert gone(ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCH)
 def test_a_mistake_is_a_line_from_every_process_and_no_traceback_of_ours(launcher, tmp_path):
     code, out, err = finished(start(*LAUNCH[launcher], "--dataset", "folder", "--data-dir", tmp_path))

@@ -17,7 +17,7 @@ from conftest import IN_PROCESS, QUICK, ROOT, flags, needs_gpu, needs_gpus, star
 from PIL import Image
 
 from common.data import build_datasets
-from common.models import MnistNet, SmallNet
+from common.models import SmallNet
 
 
 def losses(out):
@@ -29,17 +29,17 @@ def losses(out):
 
 def test_a_first_run_sees_loss_fall_and_test_accuracy_rise(tmp_path):
     log, weights = tmp_path / "log.jsonl", tmp_path / "net.pt"
-    given = ["--arch", "mnist_net", "--lr", 0.05, "--epochs", 2, "--limit", 4000, "--batch-size", 64]
+    given = ["--arch", "small_net", "--lr", 0.2, "--epochs", 2, "--limit", 4000, "--batch-size", 64]
     process = start("01_snsc.py", *given, "--log-file", log, "--save", weights)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0 and err == ""
     first, last = (json.loads(line) for line in log.read_text().splitlines())
     assert last["train_loss"] < first["train_loss"] and last["test_acc"] > first["test_acc"] + 3
-    assert "started by python | world size 1" in out and "global batch = 64 x 1 = 64 | lr 0.05 -> 0.0125" in out
+    assert "started by python | world size 1" in out and "global batch = 64 x 1 = 64 | lr 0.2 -> 0.05" in out
     assert re.search(r"done: test accuracy [\d.]+% after 2 epochs \| \d+ s \| peak memory [\d.]+ GiB", out)
 
     # The weights that were saved are those that were tested.
-    net = MnistNet(3, (32, 32))
+    net = SmallNet(3, 10)
     net.load_state_dict(torch.load(weights, weights_only=True))
     train, test = build_datasets(flags(*given))
     mean, std = (s.float()[:, None, None] for s in train.channel_stats())
@@ -52,7 +52,8 @@ def test_a_first_run_sees_loss_fall_and_test_accuracy_rise(tmp_path):
 def test_a_folder_of_small_images_is_learned(run, tmp_path, script):
     write_images(tmp_path, "train", (32, 32), per_class=40)
     write_images(tmp_path, "test", (32, 32))
-    end = run(script, "--dataset", "folder", "--data-dir", tmp_path, "--batch-size", 16, "--lr", 0.1)
+    given = ["--dataset", "folder", "--data-dir", tmp_path, "--arch", "small_net", "--batch-size", 16]
+    end = run(script, *given, "--lr", 0.1)
     assert end.code == 0
     assert "test accuracy 100.00%" in end.out
 

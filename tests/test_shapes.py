@@ -61,6 +61,7 @@ def accuracy_of_probe(features, labels, hidden):
         return 100 * (net(features[test]).argmax(1) == labels[test]).float().mean().item()
 
 
+@pytest.mark.slow
 def test_means_alone_do_not_give_the_class_away(drawn):
     images, labels = drawn
     means = images.mean((2, 3))
@@ -69,12 +70,14 @@ def test_means_alone_do_not_give_the_class_away(drawn):
     assert accuracy_of_probe(leak, labels, hidden=True) > 90, "the probe must find a leak where there is one"
 
 
+@pytest.mark.slow
 def test_colours_alone_do_not_give_the_class_away(drawn):
     images, labels = drawn
     colours = images.flatten(2).sort(dim=2).values[:, :, ::8].flatten(1)  # every colour level, no place
     assert accuracy_of_probe(colours, labels, hidden=True) < 40
 
 
+@pytest.mark.slow
 def test_a_linear_classifier_of_the_raw_pixels_stays_under_60_percent(drawn):
     images, labels = drawn
     assert accuracy_of_probe(images.flatten(1), labels, hidden=False) < 60
