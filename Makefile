@@ -6,11 +6,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MACHINE ?= amd-epyc-2-cores
 
-.PHONY: help demo test test-all gpu lint charts clean
+.PHONY: help demo test test-all test-oldest gpu lint charts clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: about two minutes on two cores
 	$(RUN) 01_snsc.py --epochs 4 --limit 16000
@@ -28,6 +28,9 @@ test: $(VENV)/ready-dev  ## run the quick tests: about five minutes on two cores
 
 test-all: $(VENV)/ready-dev  ## run all tests: more than half an hour on two cores
 	$(RUN) -m pytest
+
+test-oldest:  ## run the quick tests with the oldest torch that is supported, 2.9, in .venv-oldest
+	$(MAKE) --no-print-directory VENV=.venv-oldest TORCH="torch==2.9.* torchvision==0.24.*" test
 
 gpu:  ## prove and measure all on NVIDIA GPUs: 40 minutes in parts, installs nothing; PYTHON=... if not in .venv
 	$(if $(filter file,$(origin PYTHON)),$(RUN),$(PYTHON)) tools/gpu.py
@@ -47,12 +50,12 @@ charts: $(VENV)/ready  ## redraw docs/figures/ from results/; for your machine: 
 	done; [ "$$drawn" ] || { echo "make: nothing in results/ for MACHINE=$(MACHINE)" >&2; exit 2; }
 
 clean:  ## remove .venv and caches; data/ and results/ stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './data/*' -prune -exec rm -rf {} +
 
 $(VENV)/ready: requirements.txt
 	@$(call make_venv)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt $(TORCH)
 	@touch $@
 
 $(VENV)/ready-dev: requirements-dev.txt $(VENV)/ready

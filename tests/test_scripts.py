@@ -300,10 +300,11 @@ def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_workers(tmp_path, to, bat
     time.sleep(2)  # into the first steps
     send = os.killpg if to.startswith("the terminal") else os.kill
     send(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert err.strip() == "01_snsc.py: stopped by Ctrl-C" and "Traceback" not in out
+    process.wait(30)
     deadline = time.monotonic() + 3  # killed: workers that are left to themselves notice after 5 s
     while session_members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert session_members(process.pid) == []
+    out, err = process.communicate()
+    assert process.returncode == 130
+    assert err.strip() == "01_snsc.py: stopped by Ctrl-C" and "Traceback" not in out

@@ -389,7 +389,7 @@ class Copies:
         if not hasattr(self.local, "copy"):
             self.local.copy = self.folder / str(threading.get_ident())
             ignored = shutil.ignore_patterns(
-                ".venv", "data", "checkpoints", "__pycache__", ".pytest_cache", ".ruff_cache"
+                ".venv*", "data", "checkpoints", "__pycache__", ".pytest_cache", ".ruff_cache"
             )
             shutil.copytree(ROOT, self.local.copy, ignore=ignored)
             (self.local.copy / ".venv").symlink_to(ROOT / ".venv")
