@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, slurm_step
+from conftest import ROOT, slurm_step, without_gloo
 
 from common import distributed
 from common.distributed import (
@@ -645,7 +645,7 @@ def outputs(*processes):
     for process in processes:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
-        lines += out.splitlines()
+        lines += without_gloo(out).splitlines()
     return sorted(lines)
 
 

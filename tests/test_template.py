@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, without_gloo
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 
@@ -25,7 +25,7 @@ def run(project, *command, code=0):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     end = subprocess.run(list(map(str, command)), cwd=project, env=env, capture_output=True, text=True)
     assert end.returncode == code, end.stderr
-    return end.stdout.splitlines() if code == 0 else end.stderr
+    return without_gloo(end.stdout).splitlines() if code == 0 else end.stderr
 
 
 def numbers(lines):

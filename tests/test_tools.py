@@ -19,6 +19,7 @@ from tools.records import checkpoint_cost, records, select
 
 
 def make(*arguments, cwd=ROOT, env=None):
+    env = {name: value for name, value in (env or os.environ).items() if name != "MAKEFLAGS"}  # of a make around us
     return subprocess.run(
         ["make", "--no-print-directory", *arguments], cwd=cwd, env=env, capture_output=True, text=True
     )

@@ -163,6 +163,8 @@ def test_a_text_that_needs_a_gpu_is_one_of_the_installed_libraries():
              *site.parent.glob("nvidia/*/lib/libcudart.so.*")]  # fmt: skip
     if len(files) < 3:
         pytest.skip("this PyTorch was built without CUDA")
+    if torch.__version__ < (2, 15):
+        pytest.skip("the page quotes the texts of torch 2.15")
     parts = set()
     for entry in ENTRIES.values():
         for quote, after in entry.others:
