@@ -402,7 +402,7 @@ def run(mutant, copies):
     text = (copy / mutant.file).read_text()
     (copy / mutant.file).write_text(text.replace(mutant.before, mutant.after))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "--durations=0"]
-    command += split(mutant.tests)
+    command += mutant.tests.split()
     process = subprocess.Popen(
         command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -424,12 +424,6 @@ def run(mutant, copies):
     finally:
         (copy / mutant.file).write_text(text)
     return noticed, time.monotonic() - begin
-
-
-def split(tests):
-    """Return the arguments of pytest: files, and one expression after -k."""
-    files, _, expression = tests.partition(" -k ")
-    return [*files.split(), *(["-k", expression] if expression else [])]
 
 
 def parse_args():
