@@ -1,4 +1,4 @@
-"""Functions shared by the benchmarks: flags, a training step, a summary of measurements, a line in --log-file."""
+"""Functions shared by the benchmarks: flags, a training step, a line in --log-file."""
 
 import contextlib
 from pathlib import Path
