@@ -330,11 +330,14 @@ def slurm_tasks_here():
 
 
 def free_port():
-    """Return a port of this machine on which nobody listens now."""
-    while True:
+    """Return a port of this machine on which nobody listens now. LaunchError: none of 100 ports can be used."""
+    for port in random.sample(PORTS, 100):
         with contextlib.suppress(OSError), socket.socket() as listener:
-            listener.bind(("", random.choice(PORTS)))
-            return listener.getsockname()[1]
+            listener.bind(("", port))
+            return port
+    raise LaunchError(
+        f"none of 100 ports from {PORTS[0]} to {PORTS[-1]} can be used: is a firewall or sandbox in the way?"
+    )
 
 
 def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):

@@ -1,4 +1,4 @@
-"""What the tests share: running a script, in this process or in its own, and small datasets on disk."""
+"""The fixtures that several files of tests share, and short ways to run or to parse a script."""
 
 import argparse
 import contextlib
@@ -7,23 +7,24 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
+from imagenet_runs import CLASSES, SMALL_06
+from images import write_images
+from launchers import VARIABLES, slurm_step
+from processes import ROOT, STARTED
+from ranks import Ranks
 
+from common import distributed
 from common.distributed import free_port
 from common.flags import shared_flags
 from tools.lab import hosts as hosts_module
 from tools.lab import slurm_cluster as slurm_cluster_module
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["01_snsc.py", "02_snmc_dp.py", "03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py", "05_mnmc_ddp_slurm.py"]
 ALL_SCRIPTS = [*SCRIPTS, "06_imagenet.py"]  # which has flags of its own
 IN_PROCESS = [script for script in SCRIPTS if script != "04_mnmc_ddp_mp.py"]  # what `run` can run
@@ -41,15 +42,6 @@ def needs_gpu(test):
 
 def needs_gpus(test):
     return pytest.mark.gpu(pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")(test))
-
-
-def slurm_step(rank=0, tasks=1, nodelist="localhost"):
-    """What srun tells a task of a step on one machine."""
-    return {
-        "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
-        "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_STEP_NUM_NODES": 1,
-        "SLURM_STEP_NODELIST": nodelist, "SLURM_CPUS_ON_NODE": tasks,
-    }  # fmt: skip
 
 
 @pytest.fixture
@@ -116,21 +108,6 @@ def need(missing):
         pytest.skip(missing)
 
 
-STARTED = []
-
-
-def start(*command):
-    """Start Python with these arguments in a process and a session of its own, which the test's end kills."""
-
-    def listen_to_ctrl_c():  # a shell makes its background jobs deaf to it, and they hand that on
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    options = {"cwd": ROOT, "start_new_session": True, "preexec_fn": listen_to_ctrl_c}
-    STARTED.append(subprocess.Popen([sys.executable, *map(str, command)], **pipes, **options))
-    return STARTED[-1]
-
-
 @pytest.fixture(autouse=True)
 def leave_nothing_behind():
     """Kill the processes of a failed test, and undo what setup_distributed() did in this one."""
@@ -169,18 +146,6 @@ def parse(monkeypatch, script, *given):
 def flags(*given):
     """The shared flags as a script would parse them."""
     return shared_flags("").parse_args([str(flag) for flag in given])
-
-
-def write_images(root, split, size, classes=("cat", "dog"), per_class=12, suffix=".png"):
-    """Write an ImageFolder tree of noise, each class in its own brightness; returns the folder root."""
-    rng = np.random.default_rng(0)
-    for k, name in enumerate(classes):
-        folder = Path(root, split, name)
-        folder.mkdir(parents=True)
-        for i in range(per_class):
-            pixels = rng.integers(0, 100, (*size, 3)) + 60 * k
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i:03}{suffix}")
-    return Path(root)
 
 
 @pytest.fixture
@@ -223,3 +188,69 @@ def copy(tmp_path):
     shutil.copy(ROOT / "common/distributed.py", tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """A function that sets these environment variables and no other of a launcher."""
+
+    def environment(**variables):
+        for name in list(os.environ):
+            if name.startswith(VARIABLES):
+                monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    before = dict(os.environ)
+    environment(OMP_NUM_THREADS=torch.get_num_threads())
+    yield environment
+    os.environ.clear()  # of what setup_distributed() has set
+    os.environ.update(before)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Give up on an address after 2 seconds."""
+    monkeypatch.setattr(distributed, "NETWORK_TIMEOUT", 2)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A function that makes this machine one with so many GPUs; returns the list of those made current."""
+
+    def gpus(count, kind="cuda"):
+        current = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0 and kind == "cuda")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+        monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+        return current
+
+    return gpus
+
+
+@pytest.fixture(scope="module")
+def one_each(tmp_path_factory):
+    """A folder with 40 classes of one image each: the target tells which image it is."""
+    root = tmp_path_factory.mktemp("one-each")
+    write_images(root, "train", (40, 44), CLASSES, 1, ".jpg")
+    return write_images(root, "val", (40, 44), CLASSES, 1, ".jpg")
+
+
+@pytest.fixture
+def train(tmp_path):
+    """A function (name, world_size, *flags) -> Ranks, whose checkpoints and output lie in the folder of that name."""
+    started = []
+
+    def train(name, world_size, *flags, **options):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        flags = [*SMALL_06, *flags, "--checkpoints-path", folder / "checkpoints"]
+        started.append(Ranks(folder, world_size, flags, **options))
+        return started[-1]
+
+    yield train
+    for ranks in started:
+        ranks.end()

@@ -8,18 +8,21 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
-from conftest import ALL_SCRIPTS, ROOT, need, parse, write_images
+from conftest import ALL_SCRIPTS, ROOT, need, parse
+from images import write_images
+from processes import finished, read_until
 from ranks import Ranks
 from torch.distributed.run import get_args_parser
 
+from imagenet.signals import EXIT_REQUEUE
 from tools.book import book
 from tools.records import records
 
@@ -152,7 +155,7 @@ def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
         assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
 
 
-LAUNCHERS = ("srun", "sbatch", "salloc", "scancel", "squeue", "sinfo", "mpirun")
+PROGRAMS = ("srun", "sbatch", "salloc", "scancel", "squeue", "sinfo", "mpirun")
 ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 # Flags of programs whose parser is not at hand; each is explained where it stands.
@@ -189,13 +192,13 @@ def known_flags(folder):
         known |= set(re.findall(r'"(--[a-z][\w-]*)"', (ROOT / file).read_text()))
     known |= {flag.replace("--", "--no-", 1) for flag in known}
     known |= {flag for action in get_args_parser()._actions for flag in action.option_strings}
-    for command in LAUNCHERS:
+    for command in PROGRAMS:
         known |= helps(command, folder)
     return known
 
 
 def test_every_flag_in_the_text_is_one_that_some_program_takes(tmp_path):
-    absent = [command for command in LAUNCHERS if shutil.which(command) is None]
+    absent = [command for command in PROGRAMS if shutil.which(command) is None]
     need(f"not installed: {', '.join(absent)} (apt-get install slurm-wlm openmpi-bin)" if absent else None)
     known, unknown = known_flags(tmp_path), []
     for page in PAGES:
@@ -334,7 +337,8 @@ def test_every_sbatch_that_is_shown_would_be_queued(slurm):
 
 # Flags that make a script short, on images that are a test's own; of a flag given twice the last one counts.
 SHORT = ["--epochs=1", "--batch-size=8", "--arch=small_net", "--dataset=folder", "--data-dir"]
-SHORT_06 = ["--epochs=1", "--batch-size=16", "--arch=mnist_net", "--image-size=32", "--dummy=64", "--checkpoints-path"]
+SHORT_06 = ["--epochs=1", "--batch-size=16", "--arch=mnist_net", "--image-size=32", "--dummy=64"]
+LESSON = "06_imagenet.md"  # whose commands build on one another: a test of its own
 ELSEWHERE = {  # what other tests run, in sizes of their own
     **{f"tools/bench/{name}.py": f"test_the_{name}_benchmark" for name in ("input", "ddp", "train", "scaling")},
     "tools/experiments.py": "test_experiments.py",
@@ -368,11 +372,11 @@ def to_run():
 
 def scaled(text, folder):
     """The command made short, with what it writes and reads in a folder."""
-    text = re.sub(r"^timeout \S+ \d+ ", "", text)
     text = re.sub(r"\bcheckpoints/", f"{folder}/checkpoints/", text)
     script = re.search(r"\b0(\d)_\w+\.(py|sh)", text)
     if script and script[1] == "6":
-        text += f" {shlex.join(SHORT_06)} {folder}/checkpoints/{zlib.crc32(text.encode())}"  # each its own
+        text += f" {shlex.join(SHORT_06)}"
+        text += "" if "--checkpoints-path" in text else f" --checkpoints-path {folder}/checkpoints"
     elif script:
         text += f" {shlex.join(SHORT)} {folder}"
     return text
@@ -389,47 +393,100 @@ def recorded(text):
     return next((r["output"] for r in reversed(book.records("output")) if r["command"] == text), None)
 
 
-def shown(text):
-    """The forms of the lines that the pages show of a command's script; one that is killed does not print them all."""
-    script = re.search(r"\S+\.py", text)[0]
-    return set().union(*(forms(r["output"]) for r in book.records("output") if script in r["command"]))
+@pytest.fixture
+def book_folder(tmp_path):
+    """Where the commands of a page write, and find what those before them wrote."""
+    (tmp_path / "checkpoints").mkdir()
+    write_images(tmp_path, "test", (32, 32))
+    return write_images(tmp_path, "train", (32, 32))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the commands of the pages write, and find what those before them wrote."""
-    folder = tmp_path_factory.mktemp("book")
-    (folder / "checkpoints").mkdir()
-    write_images(folder, "test", (32, 32))
-    return write_images(folder, "train", (32, 32))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", to_run(), ids=lambda command: f"{command.page}: {command.text}")
-def test_every_command_that_can_run_here_runs_and_prints_what_its_page_shows(command, folder, run):
-    if "mpirun" in command.text:
-        need(None if shutil.which("mpirun") else "not installed: mpirun (apt-get install openmpi-bin)")
-    text = scaled(command.text, folder)
-    variables, program, arguments = split(text)
-    if program == "python" and re.match(r"0[12]_", arguments[0]) and not variables:
-        end = run(*arguments)
-        code, out, err = end.code or 0, end.out, end.err
-    else:
-        path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-        env = os.environ | ALLOW_ROOT | {"PATH": path}
-        end = subprocess.run(["bash", "-c", text], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-        code, out, err = end.returncode, end.stdout, end.stderr
-    assert (code != 0) == ("error: " in (recorded(command.text) or "")), f"{text}\n{out}{err}"
-    if recorded(command.text):
-        assert forms(out + err) and forms(out + err) <= shown(command.text), f"{out}{err}"
+def bash(text, **options):
+    """The environment and the arguments of a shell that runs a command of the book."""
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        ["bash", "-c", text], cwd=ROOT, env=os.environ | ALLOW_ROOT | {"PATH": path}, **pipes, **options
+    )
 
 
 @pytest.mark.slow
-def test_the_srun_of_the_chapter_prints_what_it_shows(slurm, folder):
+@pytest.mark.parametrize("page", sorted({command.page for command in to_run() if not command.page.endswith(LESSON)}))
+def test_the_commands_of_a_page_run_in_their_order_and_print_what_it_shows(page, book_folder, run):
+    for command in (command for command in to_run() if command.page == page):
+        if "mpirun" in command.text:
+            need(None if shutil.which("mpirun") else "not installed: mpirun (apt-get install openmpi-bin)")
+        text = scaled(command.text, book_folder)
+        variables, program, arguments = split(text)
+        if program == "python" and re.match(r"0[12]_", arguments[0]) and not variables:
+            end = run(*arguments)
+            code, out, err = end.code or 0, end.out, end.err
+        else:
+            code, out, err = finished(bash(text))
+        wrong = "error: " in (recorded(command.text) or "")
+        assert (code != 0) == wrong and "Traceback" not in out + err, f"{text}\n{out}{err}"
+        if recorded(command.text):
+            assert forms(out + err) and forms(out + err) <= forms(recorded(command.text)), f"{out}{err}"
+
+
+# Chapter 6 is a lesson whose commands build on one another
+
+
+def typed(text, folder, until=None):
+    """Run a command of chapter 6 with a small network. `timeout` sends its signal at a step, not after seconds."""
+    text = f"{text} --arch small_net --image-size 32".replace("checkpoints/", f"{folder}/checkpoints/")
+    signal_name, text = re.fullmatch(r"(?:timeout --signal=(\w+) \d+ )?(.*)", text).groups()
+    process = bash(text, start_new_session=True)
+    if signal_name:
+        out = read_until(process, until)
+        os.killpg(process.pid, getattr(signal, f"SIG{signal_name}"))
+    code, rest, err = finished(process, timeout=300)
+    return code, (out if signal_name else "") + rest, err
+
+
+@pytest.mark.slow
+def test_chapter_6_as_a_reader_types_it_kill_resume_resume_and_both_exercises(book_folder):
+    commands = [command.text for command in COMMANDS if command.page.endswith(LESSON)]
+    runs = [text for text in commands if "checkpoints/lesson" in text and "06_imagenet.py" in text]
+    killed, stopped, last, again = runs
+
+    code, out, err = typed(killed, book_folder, until="== step: [  16/32] [1/5]")
+    assert code == -signal.SIGKILL and ": starting from the beginning" in out, err
+    code, out, err = typed(stopped, book_folder, until="== step: [   8/32] [3/5]")
+    (resumed,) = re.findall(r"after step (\d+) of 160", out)
+    (saved,) = re.findall(r"stopped by a signal after step (\d+): saved, and --resume continues", out)
+    assert code == EXIT_REQUEUE and int(resumed) >= 15 and int(resumed) % 5 == 0 and int(saved) >= 72, out + err
+    code, out, err = typed(last, book_folder)
+    assert code == 0 and f"after step {saved} of 160" in out and "done: top-1 " in out, out + err
+    shown = [*map(recorded, runs)]
+    assert forms(out) <= set().union(*map(forms, shown)), "what the page shows"
+
+    file = book_folder / "checkpoints/lesson/step-00000160.pt"
+    (cut,) = [text for text in commands if text.startswith("truncate ")]
+    whole = file.stat().st_size
+    assert bash(cut.replace("checkpoints/", f"{book_folder}/checkpoints/")).wait(60) == 0
+    assert file.stat().st_size == whole - 1
+    code, out, err = typed(again, book_folder)
+    assert code == 0 and "after step 155 of 160" in out and file.stat().st_size == whole, out + err
+
+    _, whole, killed = [text for text in commands if re.search(r"checkpoints/(whole|killed)", text)][:3]
+    (compare,) = [text for text in commands if text.startswith("python -c") and "killed" in text]
+    assert typed(whole, book_folder)[0] == 0
+    assert typed(killed, book_folder, until="== step: [   8/32] [2/3]")[0] == -signal.SIGKILL
+    code, out, err = typed(killed.partition("timeout --signal=KILL 30 ")[2], book_folder)
+    assert code == 0 and "resumed from " in out, out + err
+    code, out, err = finished(bash(compare.replace("checkpoints/", f"{book_folder}/checkpoints/")))
+    assert (code, out) == (0, "True\n"), err
+
+
+@pytest.mark.slow
+def test_the_srun_of_the_chapter_prints_what_it_shows(slurm, book_folder):
     texts = [command.text for command in COMMANDS if re.match(r"srun .*05_mnmc", command.text)]
     text = next(text for text in texts if recorded(text))
-    end = slurm.run(*shlex.split(scaled(text, folder)))
-    assert end.returncode == 0 and forms(end.stdout) and forms(end.stdout) <= shown(text), end.stdout + end.stderr
+    end = slurm.run(*shlex.split(scaled(text, book_folder)))
+    assert end.returncode == 0 and forms(end.stdout) and forms(end.stdout) <= forms(recorded(text)), (
+        end.stdout + end.stderr
+    )
 
 
 def test_no_output_is_recorded_of_a_command_that_failed_but_those_that_show_an_error():

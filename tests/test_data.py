@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import threading
@@ -18,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, SCRIPTS, flags, write_images
+from conftest import ROOT, SCRIPTS, flags
+from images import write_images, write_mnist
 from PIL import Image
 from torchvision.transforms import functional as F
 
@@ -161,18 +161,18 @@ def test_memory_holds_one_copy_of_the_images(dataset, tmp_path):
             for k in range(1, 4000):
                 os.link(file, file.with_name(f"{k:04}.png"))
     code = f"""
-from conftest import flags
 from common import data
+from common.flags import shared_flags
 from common.report import peak_memory
 import torch
 torch.arange(10).bincount()
-args = flags(*{given})
+args = shared_flags("").parse_args({given})
 before = peak_memory()
 sets = data.build_datasets(args)
 data.build_transforms(sets[0], args, torch.device("cpu"))
 print((peak_memory() - before) / sum(s.images.nbytes for s in sets))
 """
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""}
+    env = {"PYTHONPATH": str(ROOT), "PATH": ""}
     copies = float(subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True).stdout)
     assert 1 <= copies < 1.5
 
@@ -267,16 +267,6 @@ def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     assert np.array_equal(test.__getitems__([4, 7])[0].flatten(1).numpy(), rows["test_batch"][[4, 7]])
 
 
-def write_mnist(folder, n):
-    """Write the four files of MNIST, n images each, in their own format."""
-    folder.mkdir(parents=True)
-    for split in ("train", "t10k"):
-        pixels = np.arange(n * 784, dtype=np.uint32).astype(np.uint8)
-        (folder / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, n, 28, 28) + pixels.tobytes())
-        labels = (np.arange(n) % 10).astype(np.uint8)
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 2049, n) + labels.tobytes())
-
-
 def test_mnist_is_read_from_its_own_files(tmp_path):
     write_mnist(tmp_path / "MNIST" / "raw", 30)
     train, test = data.build_datasets(flags("--dataset", "mnist", "--data-dir", tmp_path, "--limit", 20))
@@ -321,17 +311,18 @@ def test_two_processes_that_ask_for_a_download_fetch_it_once(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         code = f"""
-from conftest import flags
 from common import data
+from common.flags import shared_flags
 from torchvision.datasets import MNIST
 MNIST.mirrors, MNIST.resources = ["http://127.0.0.1:{server.server_port}/"], {resources}
-train, test = data.build_datasets(flags("--dataset", "mnist", "--data-dir", {str(tmp_path / "new")!r}, "--download"))
+args = shared_flags("").parse_args(["--dataset", "mnist", "--data-dir", {str(tmp_path / "new")!r}, "--download"])
+train, test = data.build_datasets(args)
 print(len(train), len(test))
 """
-        env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": "", "no_proxy": "127.0.0.1"}
+        env = {"PYTHONPATH": str(ROOT), "PATH": "", "no_proxy": "127.0.0.1"}
         command = [sys.executable, "-c", code]
         both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        ends = [process.communicate()[0].splitlines()[-1] for process in both]
+        ends = [process.communicate(timeout=120)[0].splitlines()[-1] for process in both]
         server.shutdown()
     assert ends == ["10 10", "10 10"]
     assert sorted(CountingHandler.asked) == sorted(f"/{name}" for name, _ in resources)

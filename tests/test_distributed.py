@@ -5,8 +5,6 @@ import http.server
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, slurm_step, without_gloo
+from conftest import ROOT, without_gloo
+from launchers import by_hand, meet, mpirun, slurm_step, srun, torchrun, without
+from processes import start_copy
 
 from common import distributed
 from common.distributed import (
@@ -27,68 +27,6 @@ from common.distributed import (
     setup_distributed,
     sum_over_ranks,
 )
-
-LAUNCHERS = (
-    "RANK",
-    "PET_",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "GROUP_",
-    "TORCHELASTIC_",
-    "SLURM_",
-    "OMPI_",
-    "PMI",
-    "MPI_",
-    "SETUP_DISTRIBUTED_",
-)
-
-
-@pytest.fixture
-def environment(monkeypatch):
-    """A function that sets these environment variables and no other of a launcher."""
-
-    def environment(**variables):
-        for name in list(os.environ):
-            if name.startswith(LAUNCHERS):
-                monkeypatch.delenv(name)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, str(value))
-
-    before = dict(os.environ)
-    environment(OMP_NUM_THREADS=torch.get_num_threads())
-    yield environment
-    os.environ.clear()  # of what setup_distributed() has set
-    os.environ.update(before)
-
-
-def torchrun(rank=1, world_size=4, **more):
-    """What torchrun tells a worker of two machines with two processes each."""
-    return {
-        "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2,
-        "MASTER_ADDR": "node0", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "none",
-    } | more  # fmt: skip
-
-
-def by_hand(rank=1, **more):
-    """The same variables, set by somebody else."""
-    return without(torchrun(rank, **more), "TORCHELASTIC_RUN_ID")
-
-
-def srun(rank=1, tasks=4, nodes="n[01-02]", **more):
-    """What srun tells a task of a step of two machines with two tasks each."""
-    layout = {"SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
-    return slurm_step(rank, tasks, nodes) | layout | {"SLURM_STEP_NUM_NODES": 2, "SLURM_NTASKS": tasks} | more
-
-
-def without(variables, *names):
-    return {name: value for name, value in variables.items() if name not in names}
-
-
-def mpirun(rank=1, size=2, **more):
-    names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
-    return {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()} | more
-
 
 SBATCH_SHELL = {"SLURM_JOB_ID": 7, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NTASKS": 4, "SLURM_NODEID": 0}
 NODES = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "job-0", "MASTER_PORT": 23456}
@@ -256,23 +194,6 @@ def test_what_is_no_node_list_is_refused(nodelist, tmp_path, monkeypatch):
 # Devices and cores
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """A function that makes this machine one with so many GPUs; returns the list of those made current."""
-
-    def gpus(count, kind="cuda"):
-        current = []
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0 and kind == "cuda")
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
-        monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
-        return current
-
-    return gpus
-
-
 def test_each_local_process_takes_the_gpu_of_its_local_rank(environment, gpus):
     current = gpus(4)
     assert [setup_device(k, 4).index for k in range(4)] == current == [0, 1, 2, 3]
@@ -376,26 +297,6 @@ def test_threads_are_the_share_of_cores_unless_the_environment_says_how_many(env
 # Where ranks rendezvous
 
 
-def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job="", device=None):
-    """Send these ranks to one rendezvous, a thread each; returns what each got: a store, or an error."""
-    address = ("localhost", port or free_port(), job)
-    results = [None] * len(ranks)
-
-    def go(k, rank):
-        before(rank)
-        try:
-            results[k] = rendezvous(address, rank, world_size, timedelta(seconds=timeout), device)
-        except LaunchError as error:
-            results[k] = str(error)
-
-    threads = [threading.Thread(target=go, args=arguments, daemon=True) for arguments in enumerate(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
-
-
 def test_ranks_meet_whoever_comes_first():
     stores = meet(3, [2, 0, 1], before=lambda rank: time.sleep(0.5 * (rank < 2)))
     assert all(isinstance(store, dist.Store) for store in stores)
@@ -437,16 +338,9 @@ def test_a_rank_zero_that_does_not_come_is_named(monkeypatch, caplog):
     assert "rank 1 is waiting for the store of rank 0 at localhost:" in caplog.text
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(distributed, "NETWORK_TIMEOUT", 2)
-
-
 def test_an_address_that_does_not_resolve_is_named(quick):
-    begin = time.monotonic()
     with pytest.raises(LaunchError, match=r"'no-such-host.invalid' does not resolve: expected .* MASTER_ADDR"):
         rendezvous(("no-such-host.invalid", 29500, ""), 1, 2)
-    assert time.monotonic() - begin < 15
 
 
 def test_the_name_of_a_pod_may_become_known_late(monkeypatch):
@@ -473,12 +367,19 @@ def test_a_port_that_this_user_may_not_use_is_named(monkeypatch):
     assert "port 80 of this machine cannot be used (The server" in result and "\n" not in result
 
 
+def test_a_machine_on_which_no_port_can_be_used_is_told_so(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(LaunchError, match=r"none of 100 ports from .* can be used"):
+        free_port()
+
+
 def test_a_port_that_is_taken_is_named_with_a_free_one(monkeypatch):
     with socket.create_server(("", 0)) as stranger:  # which says nothing to those who connect
         port = stranger.getsockname()[1]
-        begin = time.monotonic()
         first, second = meet(2, [0, 1], port=port, timeout=3)
-        assert time.monotonic() - begin < 10
     assert f"port {port} of this machine is taken" in first and "export MASTER_PORT=" in first
     expected = f"could not reach rank 0 at localhost:{port} (something answers there, but not as the store of 2 ranks)"
     assert expected in second and "\n" not in second
@@ -534,9 +435,7 @@ def test_a_slow_store_is_not_a_stranger(monkeypatch, caplog, quick):
 def test_two_jobs_that_share_a_port_do_not_merge():
     port, stores = free_port(), []
     threading.Thread(target=lambda: stores.extend(meet(2, [0], port, 5, job="7.0")), daemon=True).start()
-    begin = time.monotonic()
     (result,) = meet(2, [1], port, job="8.0")
-    assert time.monotonic() - begin < 10
     found = f"the store of 2 ranks of job 7.0 answers at localhost:{port}: expected the store of 2 ranks of job 8.0;"
     assert found in result
 
@@ -649,29 +548,22 @@ def outputs(*processes):
     return sorted(lines)
 
 
-def started(folder, *command, **variables):
-    env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    env |= {name: str(value) for name, value in variables.items()} | {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, **pipes)
-
-
 TWO = ["{} 0 of 2, 0 of 2, sum 3", "{} 1 of 2, 1 of 2, sum 3"]
 
 
 def test_the_copied_file_makes_plain_python_a_world_of_one(copy):
-    assert outputs(started(copy, "train.py")) == ["python 0 of 1, 0 of 1, sum 1"]
+    assert outputs(start_copy(copy, "train.py")) == ["python 0 of 1, 0 of 1, sum 1"]
 
 
 def test_the_copied_file_works_under_torchrun(copy):
-    process = started(copy, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py")
+    process = start_copy(copy, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py")
     assert outputs(process) == [line.format("torchrun") for line in TWO]
 
 
 @pytest.mark.slow
 def test_the_copied_file_works_with_torchruns_words_from_somebody_else(copy):
     variables = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    processes = [started(copy, "train.py", RANK=r, LOCAL_RANK=r, **variables) for r in (0, 1)]
+    processes = [start_copy(copy, "train.py", RANK=r, LOCAL_RANK=r, **variables) for r in (0, 1)]
     assert outputs(*processes) == [line.format("torchrun") for line in TWO]
 
 
@@ -691,12 +583,12 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_the_copied_file_works_in_processes_of_mp_spawn_with_variables_set_by_hand(copy):
     (copy / "spawn.py").write_text(SPAWN)
-    assert outputs(started(copy, "spawn.py", str(free_port()))) == [line.format("torchrun") for line in TWO]
+    assert outputs(start_copy(copy, "spawn.py", str(free_port()))) == [line.format("torchrun") for line in TWO]
 
 
 def test_the_copied_file_works_with_mpiruns_variables(copy):
     port = free_port()
-    processes = [started(copy, "train.py", **mpirun(r, MASTER_PORT=port)) for r in (0, 1)]
+    processes = [start_copy(copy, "train.py", **mpirun(r, MASTER_PORT=port)) for r in (0, 1)]
     assert outputs(*processes) == [line.format("mpirun") for line in TWO]
 
 
@@ -704,7 +596,7 @@ def test_the_copied_file_works_with_mpiruns_variables(copy):
 def test_the_copied_file_works_with_variables_that_count_machines(copy):
     port = free_port()
     given = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    assert outputs(*(started(copy, "train.py", RANK=r, **given) for r in (0, 1))) == [
+    assert outputs(*(start_copy(copy, "train.py", RANK=r, **given) for r in (0, 1))) == [
         "nodes 0 of 2, 0 of 1, sum 3",
         "nodes 1 of 2, 0 of 1, sum 3",
     ]

@@ -10,17 +10,17 @@ import time
 
 import pytest
 from conftest import ROOT, need
-from test_launch import finished
+from processes import finished
 
 from tools.lab import drill, hosts
 
-SMALL = ["--dummy", 200, "--image-size", 16, "--arch", "mnist_net", "--batch-size", 20, "--epochs", 1]
-SMALL = list(map(str, [*SMALL, "--eval-every", 0, "--print-every", 1]))  # ten steps
+TEN_STEPS = ["--dummy", 200, "--image-size", 16, "--arch", "mnist_net", "--batch-size", 20, "--epochs", 1]
+TEN_STEPS = list(map(str, [*TEN_STEPS, "--eval-every", 0, "--print-every", 1]))
 EVERY = 30  # steps between checkpoints; each fault comes soon after one
 
 
 @pytest.fixture(scope="module")
-def started():
+def training():
     """One training on three hosts, with the store on a fourth; each test leaves it running."""
     need(hosts.missing())
     with drill.drilled(every=EVERY) as job:
@@ -28,10 +28,10 @@ def started():
 
 
 @pytest.fixture
-def job(started):
+def job(training):
     """That training, on all three hosts, with a checkpoint to go back to."""
-    drill.ready(started)
-    return started
+    drill.ready(training)
+    return training
 
 
 @pytest.mark.slow
@@ -81,6 +81,17 @@ def test_a_process_that_stands_still_is_replaced(job):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["mend", "store", "damage"])  # "cut" is the first half of "mend"
+def test_a_drill_is_passed(job, name):
+    drill.DRILLS[name](job)  # it fails by itself if the training does not do what its docstring says
+
+
+@pytest.mark.slow
+def test_processes_may_be_killed_one_after_the_other(job):
+    assert drill.drill_kills(job, 3).after == 3
+
+
+@pytest.mark.slow
 def test_a_stopped_training_is_saved_and_the_same_commands_go_on_to_the_end(job):
     assert job.stop() == [128 + signal.SIGTERM] * 3
     stopped = job.position
@@ -97,9 +108,9 @@ def test_a_stopped_training_is_saved_and_the_same_commands_go_on_to_the_end(job)
 
 
 @pytest.mark.slow
-def test_a_second_store_is_told_that_the_port_is_taken(started):
+def test_a_second_store_is_told_that_the_port_is_taken(training):
     command = ["python", "launch/store.py", "--port", drill.PORT]
-    code, out, err = finished(started.hosts.popen(drill.STORE, *command))
+    code, out, err = finished(training.hosts.popen(drill.STORE, *command))
     assert (code, out) == (1, "") and len(err.splitlines()) == 1
     assert err.startswith("store.py: error: port 29400: Address already in use; stop the process that uses it")
 
@@ -107,17 +118,17 @@ def test_a_second_store_is_told_that_the_port_is_taken(started):
 # Without a store
 
 
-def environment(**variables):
+def with_variables(**variables):
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
 @pytest.mark.slow
 def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tmp_path):
-    given = [ROOT / "launch/06_one_node.sh", *SMALL, "--checkpoints-path", tmp_path / "checkpoints"]
+    given = [ROOT / "launch/06_one_node.sh", *TEN_STEPS, "--checkpoints-path", tmp_path / "checkpoints"]
     for processes, line in (("2", "== step: [  10/10] [1/1]"), ("1", "after step 10 of 10")):
         end = subprocess.run(
-            given, cwd=tmp_path, env=environment(PROCESSES=processes), capture_output=True, text=True, timeout=180
+            given, cwd=tmp_path, env=with_variables(PROCESSES=processes), capture_output=True, text=True, timeout=180
         )
         assert end.returncode == 0, end.stderr
         assert f"world size {processes}" in end.stdout and line in end.stdout
@@ -126,8 +137,8 @@ def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tm
 
 @pytest.mark.slow
 def test_on_two_machines_each_is_told_its_number(hosts, tmp_path):
-    env = environment(MASTER=hosts.addresses[0], PROCESSES="1", INTERFACE="eth0")
-    given = [*SMALL, "--checkpoints-path", tmp_path]
+    env = with_variables(MASTER=hosts.addresses[0], PROCESSES="1", INTERFACE="eth0")
+    given = [*TEN_STEPS, "--checkpoints-path", tmp_path]
     second, first = (hosts.popen(k, ROOT / "launch/06_static.sh", k, *given, env=env) for k in (1, 0))
     for process in (first, second):
         code, out, err = finished(process, timeout=180)
@@ -150,7 +161,7 @@ def test_a_torchrun_that_ends_is_started_again_a_limited_number_of_times(tmp_pat
     fake = tmp_path / "torchrun"
     fake.write_text("#!/bin/sh\necho started\nexit 3\n")
     fake.chmod(0o755)
-    env = environment(TRIES="2", PAUSE="0") | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env = with_variables(TRIES="2", PAUSE="0") | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     end = subprocess.run([ROOT / "launch/06_elastic.sh"], env=env, capture_output=True, text=True, timeout=60)
     assert (end.returncode, end.stdout) == (3, "started\n" * 3)
     assert end.stderr.splitlines() == [

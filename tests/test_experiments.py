@@ -9,7 +9,9 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, parse, start, write_images
+from conftest import ROOT, parse
+from images import write_images
+from processes import start
 
 from common.errors import UserError
 from tools import experiments, records

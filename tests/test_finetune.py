@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchvision
 from conftest import ROOT
-from test_imagenet import SMALL, final, one_each, parse, train  # noqa: F401
+from imagenet_runs import final, parse_06
 
 from common.errors import UserError
 from imagenet import finetune
@@ -77,7 +77,7 @@ def test_freezing_nothing_or_everything_is_refused():
         finetune.freeze(model_of("resnet18", 4), Prefixes(["conv1", "bn1", "layer", "fc"]))
 
 
-def test_a_part_of_a_model_is_trained_on_other_classes_by_two_ranks_and_resumed(train, one_each, tmp_path):  # noqa: F811
+def test_a_part_of_a_model_is_trained_on_other_classes_by_two_ranks_and_resumed(train, one_each, tmp_path):
     dummy = ["--dummy", 20, "--epochs", 1, "--batch-size", 10]
     assert train("before", 1, *dummy).wait() == [0]
     path = next((tmp_path / "before/checkpoints").glob("step-*.pt"))
@@ -140,10 +140,10 @@ def test_flags_that_are_translated_from_other_trainings_are_taken(ours, monkeypa
     words = ours.split()
     source = [] if words and words[0].startswith("data/") else ["data/imagenet"]
     monkeypatch.setattr("imagenet.flags.can_compile", lambda: True)
-    parse(*words, *source)
+    parse_06(*words, *source)
 
 
 def test_a_new_head_needs_weights(capsys):
     with pytest.raises(SystemExit):
-        parse("--dummy", 8, "--new-head")
+        parse_06("--dummy", 8, "--new-head")
     assert "--new-head without --weights" in capsys.readouterr().err

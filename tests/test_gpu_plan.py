@@ -81,9 +81,8 @@ def test_what_has_passed_is_recorded_and_not_run_again(machine, capfd):
 
 def test_a_part_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path):
     file = tmp_path / "beats"
-    begin = time.monotonic()
     code, output = gpu.execute(f"echo begun; (while true; do echo x >> {file}; sleep 0.1; done) & wait", 2, tmp_path)
-    assert code == 124 and output == ["begun"] and time.monotonic() - begin < 60
+    assert code == 124 and output == ["begun"]
     beats = file.stat().st_size
     time.sleep(0.5)
     assert file.stat().st_size == beats

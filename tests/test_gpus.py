@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, slurm_step
+from conftest import ROOT
+from launchers import slurm_step
 from torch import nn
 from torch.optim.swa_utils import AveragedModel as TorchsAveragedModel
 from torch.optim.swa_utils import get_ema_multi_avg_fn

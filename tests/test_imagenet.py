@@ -6,7 +6,6 @@ import math
 import os
 import random
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,9 @@ import pytest
 import timm
 import torch
 import torchvision
-from conftest import ROOT, needs_gpu, write_images
+from conftest import ROOT, needs_gpu
+from imagenet_runs import CLASSES, SMALL_06, final, new_folder, parse_06, same, script
+from images import cut_off, write_images
 from PIL import Image
 from ranks import Ranks, training_log
 
@@ -34,52 +35,6 @@ from imagenet.model import build_model, parameter_groups
 from imagenet.progress import Progress
 from imagenet.resume import check_batches, check_resume
 from imagenet.signals import EXIT_REQUEUE
-
-script = SimpleNamespace(**runpy.run_path(str(ROOT / "06_imagenet.py"), run_name="script"))
-
-SMALL = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--workers", 0, "--print-every", 1, "--timeout", 30]
-CLASSES = [f"{k:02}" for k in range(40)]
-
-
-@pytest.fixture(scope="module")
-def one_each(tmp_path_factory):
-    """A folder with 40 classes of one image each: the target tells which image it is."""
-    root = tmp_path_factory.mktemp("one-each")
-    write_images(root, "train", (40, 44), CLASSES, 1, ".jpg")
-    return write_images(root, "val", (40, 44), CLASSES, 1, ".jpg")
-
-
-@pytest.fixture
-def train(tmp_path):
-    """A function (name, world_size, *flags) -> Ranks, whose checkpoints and output lie in the folder of that name."""
-    started = []
-
-    def train(name, world_size, *flags, **options):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        flags = [*SMALL, *flags, "--checkpoints-path", folder / "checkpoints"]
-        started.append(Ranks(folder, world_size, flags, **options))
-        return started[-1]
-
-    yield train
-    for ranks in started:
-        ranks.end()
-
-
-def final(folder):
-    """The state in the newest checkpoint."""
-    return decode(read_file(max((folder / "checkpoints").glob("step-*.pt"))))
-
-
-def same(a, b):
-    """Whether two states are equal to the bit."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 @pytest.mark.slow
@@ -219,8 +174,8 @@ def test_ranks_and_micro_batches_that_cut_a_batch_unevenly_add_up_to_the_same_st
     for name, (world_size, accumulate) in worlds.items():
         flags = [*options, "--accumulate", accumulate, "--arch", "mnist_net"]
         # The network is the last flag that counts, so it comes after those of `train`.
-        ranks = Ranks(folder(tmp_path, name), world_size, [*SMALL, *flags, "--checkpoints-path", tmp_path / name / "c"],
-                      prepare=without_dropout)  # fmt: skip
+        flags = [*SMALL_06, *flags, "--checkpoints-path", tmp_path / name / "c"]
+        ranks = Ranks(new_folder(tmp_path, name), world_size, flags, prepare=without_dropout)
         assert ranks.wait() == [0] * world_size, ranks.output()
     one, cut, odd = (decode(read_file(max((tmp_path / name / "c").glob("*.pt")))) for name in worlds)
     begun = torch.cat([(one["model"][k] - one["ema"][k]).flatten() for k in one["model"]]).norm()
@@ -235,8 +190,9 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
     """Two ranks, two epochs of three steps; the learning rates and the parameter groups are written out here."""
     flags = ["--dummy", 36, "--batch-size", 12, "--epochs", 2, "--arch", "mnist_net", "--seed", 5, "--lr", 2]
     flags += ["--warmup-epochs", 1, "--clip-grad", 0.5, "--label-smoothing", 0.2, "--weight-decay", 0.05]
+    flags += ["--momentum", 0.7]
     files = ["--log-file", tmp_path / "log.jsonl", "--checkpoints-path", tmp_path / "checkpoints", "--eval-every", 0]
-    ranks = Ranks(tmp_path, 2, [*SMALL, *flags, *files], prepare=without_dropout)
+    ranks = Ranks(tmp_path, 2, [*SMALL_06, *flags, *files], prepare=without_dropout)
     assert ranks.wait() == [0, 0], ranks.output()
 
     images = DummyImages(36, 32)
@@ -247,7 +203,7 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
     optimizer = torch.optim.SGD([
         {"params": [p for name, p in named.items() if name.endswith("weight")], "weight_decay": 0.05},
         {"params": [p for name, p in named.items() if name.endswith("bias")], "weight_decay": 0},
-    ], momentum=0.9, nesterov=True)  # fmt: skip
+    ], momentum=0.7, nesterov=True)  # fmt: skip
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375]))
     peak, losses = 2 * 12 / 256, []
     for step in range(6):
@@ -270,23 +226,14 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
 
 
 def test_the_counts_of_an_epoch_go_on_where_a_killed_run_stopped(train, one_each, tmp_path):
-    options = [
-        one_each,
-        "--batch-size",
-        10,
-        "--epochs",
-        1,
-        "--checkpoint-every",
-        1,
-        "--deterministic",
-        "--eval-every",
-        0,
-    ]
+    options = [one_each, "--batch-size", 10, "--epochs", 1, "--checkpoint-every", 1, "--keep", 2]
+    options += ["--deterministic", "--eval-every", 0]
     assert train("whole", 2, *options).wait() == [0, 0]
     assert -9 in train("killed", 2, *options, kill={1: 2}).wait()
     assert train("killed", 2, *options, "--resume").wait() == [0, 0]
     whole, killed = (final(tmp_path / name)["totals"] for name in ("whole", "killed"))
     assert whole[3] == 40 and same(whole, killed)
+    assert len(list((tmp_path / "whole/checkpoints").glob("step-*.pt"))) == 2, "--keep"
 
 
 def note_seeds(folder, rank):
@@ -442,11 +389,6 @@ def test_best_is_the_first_epoch_of_the_best_accuracy(train, tmp_path):
     assert "done: top-1 50.000%, best 50.000% after 4 epochs" in ranks.output()
 
 
-def folder(root, name):
-    (root / name).mkdir()
-    return root / name
-
-
 def test_every_test_image_counts_once_on_any_number_of_ranks(train, one_each, tmp_path):
     assert train("run", 1, one_each, "--epochs", 1, "--batch-size", 20, "--ema", 0.5).wait() == [0]
     best = tmp_path / "run/checkpoints/best.pt"
@@ -486,16 +428,16 @@ def go_home(where, rank):
 
 
 def test_machines_without_a_shared_folder_each_keep_all_and_the_newest_good_one_of_any_wins(train, one_each, tmp_path):
-    options = [one_each, "--batch-size", 20, *SMALL, "--checkpoints-path", "here", "--checkpoint-every", 1]
+    options = [one_each, "--batch-size", 20, *SMALL_06, "--checkpoints-path", "here", "--checkpoint-every", 1]
     home = functools.partial(go_home, tmp_path)
-    assert Ranks(folder(tmp_path, "one"), 2, [*options, "--epochs", 1], nodes=2, prepare=home).wait() == [0, 0]
+    assert Ranks(new_folder(tmp_path, "one"), 2, [*options, "--epochs", 1], nodes=2, prepare=home).wait() == [0, 0]
     first, second = (tmp_path / f"host{rank}/here" for rank in (0, 1))
     files = ["best.pt", "step-00000001.pt", "step-00000002.pt"]
     assert sorted(p.name for p in first.iterdir()) == sorted(p.name for p in second.iterdir()) == files
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
     shutil.rmtree(first)  # this machine is lost, and comes back empty
     (second / files[2]).write_bytes(b"")
-    ranks = Ranks(folder(tmp_path, "two"), 2, [*options, "--epochs", 2, "--resume"], nodes=2, prepare=home)
+    ranks = Ranks(new_folder(tmp_path, "two"), 2, [*options, "--epochs", 2, "--resume"], nodes=2, prepare=home)
     assert ranks.wait() == [0, 0], ranks.output()
     assert "resumed from here/step-00000001.pt, after step 1 of 4" in ranks.output()
     assert "step-00000002.pt on " in ranks.output() and "it is empty; using here/step-00000001.pt" in ranks.output()
@@ -507,8 +449,8 @@ def final_step(folder):
 
 
 def test_folders_side_by_side_on_one_disk_are_not_taken_for_a_shared_one(one_each, tmp_path):
-    flags = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0, *SMALL]
-    ranks = Ranks(folder(tmp_path, "run"), 2, flags, nodes=2, prepare=functools.partial(name_a_folder, tmp_path))
+    flags = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0, *SMALL_06]
+    ranks = Ranks(new_folder(tmp_path, "run"), 2, flags, nodes=2, prepare=functools.partial(name_a_folder, tmp_path))
     assert ranks.wait() == [0, 0], ranks.output()
     assert all((tmp_path / f"of-rank{rank}/step-00000002.pt").exists() for rank in (0, 1))
 
@@ -543,10 +485,6 @@ def damaged_folder(tmp_path):
     return tmp_path / "images"
 
 
-def cut_off(path):
-    path.write_bytes(path.read_bytes()[:300])
-
-
 def test_a_damaged_image_is_named_once_and_replaced_and_too_many_end_the_run(train, damaged_folder):
     options = [damaged_folder, "--batch-size", 60, "--epochs", 2]
     ranks = train("run", 2, *options)
@@ -576,8 +514,8 @@ def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_s
     running = {message: train("run", 1, *flags) for message, flags in refused.items()}
     for message, ranks in running.items():
         assert ranks.wait() == [2] and message in ranks.output(), ranks.output()
-    other = [*options, *SMALL, "--resume", "--arch", "resnet18", "--checkpoints-path", tmp_path / "run/checkpoints"]
-    ranks = Ranks(folder(tmp_path, "arch"), 1, other)
+    other = [*options, *SMALL_06, "--resume", "--arch", "resnet18", "--checkpoints-path", tmp_path / "run/checkpoints"]
+    ranks = Ranks(new_folder(tmp_path, "arch"), 1, other)
     assert ranks.wait() == [2] and "of a run with --arch mobilenet_v3_small: expected the same" in ranks.output()
     ranks = train("run", 2, *options)
     assert ranks.wait() == [2, 2], "no rank waits for one that has refused"
@@ -585,7 +523,7 @@ def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_s
 
 
 def test_a_resumed_run_cuts_batches_as_the_flags_say_or_into_micro_batches_as_small_as_before(capsys):
-    args = parse("--dummy", 100, "--batch-size", 24, "--accumulate", 2, "--resume")
+    args = parse_06("--dummy", 100, "--batch-size", 24, "--accumulate", 2, "--resume")
     flags = {name: str(value) for name, value in vars(args).items()}
     state = {"flags": flags, "images": 100, "world_size": 4, "accumulate": 2, "micro_batch": 3}
 
@@ -596,7 +534,7 @@ def test_a_resumed_run_cuts_batches_as_the_flags_say_or_into_micro_batches_as_sm
     assert pieces(4) == (2, 3) and pieces(2) == (4, 3) and pieces(3) == (3, 3) and pieces(8) == (1, 3)
     del flags["clip_grad"], flags["seed"]  # as if these flags were newer than the checkpoint
     assert pieces(4) == (2, 3) and capsys.readouterr().out == ""
-    other = parse("--dummy", 100, "--batch-size", 24, "--accumulate", 3, "--resume")
+    other = parse_06("--dummy", 100, "--batch-size", 24, "--accumulate", 3, "--resume")
     assert pieces(4, other) == (3, 2) and pieces(2, other) == (3, 4)
     assert "resuming with other flags: --accumulate 2 -> 3" in capsys.readouterr().out
 
@@ -608,16 +546,16 @@ def test_validation_images_lie_beside_the_training_images_or_where_val_path_says
     assert find_folders(str(one_each), str(tmp_path / "test")) == (train, str(tmp_path / "test"))
     assert find_folders(train, val) == (train, val)
     with pytest.raises(UserError, match=r"class 00 is only in .*expected the same classes in"):
-        build_datasets(parse(one_each, "--val-path", tmp_path / "test"))
+        build_datasets(parse_06(one_each, "--val-path", tmp_path / "test"))
 
 
 def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset():
-    args = parse("--dummy", 2, "--arch", "timm:resnet10t", "--channels-last")
+    args = parse_06("--dummy", 2, "--arch", "timm:resnet10t", "--channels-last")
     model = build_model(args, DummyImages(2, 32, num_classes=7))
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
     assert model.conv1[0].weight.is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(UserError, match="--arch timm:nothing: no such model in timm"):
-        build_model(parse("--dummy", 2, "--arch", "timm:nothing"), DummyImages(2, 32))
+        build_model(parse_06("--dummy", 2, "--arch", "timm:nothing"), DummyImages(2, 32))
 
 
 @pytest.mark.slow
@@ -757,7 +695,9 @@ def test_a_warm_up_as_long_as_the_training_and_an_unused_test_folder_are_named(t
     d = SimpleNamespace(device=torch.device("cpu"), is_main=True, world_size=1)
 
     def said(*flags):
-        check_batches(parse(tmp_path, "--batch-size", 4, *flags), d, torch.nn.Linear(2, 2), GlobalBatches(8, 4, 0, 1))
+        check_batches(
+            parse_06(tmp_path, "--batch-size", 4, *flags), d, torch.nn.Linear(2, 2), GlobalBatches(8, 4, 0, 1)
+        )
         return capsys.readouterr().out
 
     assert said("--epochs", 6, "--val-path", tmp_path / "test") == ""
@@ -767,14 +707,15 @@ def test_a_warm_up_as_long_as_the_training_and_an_unused_test_folder_are_named(t
 
 
 def test_the_rate_warms_up_to_its_peak_and_falls_to_nothing():
-    args = parse("--dummy", 2, "--batch-size", 1024, "--lr", 0.2)
+    args = parse_06("--dummy", 2, "--batch-size", 1024, "--lr", 0.2)
     assert script.learning_rate(args, 0) == pytest.approx(0.08), "a tenth of the peak of 0.2 x 1024 / 256"
     at_five = 0.8 * (1 + math.cos(math.pi * 5 / 100)) / 2
     assert script.learning_rate(args, 5) == pytest.approx(at_five)
     assert script.learning_rate(args, 50) == pytest.approx(0.4) and script.learning_rate(args, 100) == pytest.approx(0)
-    args = parse("--dummy", 2, "--schedule", "step", "--warmup-epochs", 0)
-    rates = [script.learning_rate(args, epoch) for epoch in (0, 29.9, 30, 60, 90)]
-    assert rates == pytest.approx([0.1, 0.1, 0.01, 0.001, 0.0001])
+    for every, flags in ((30, []), (7, ["--step-epochs", 7])):
+        args = parse_06("--dummy", 2, "--schedule", "step", "--warmup-epochs", 0, *flags)
+        rates = [script.learning_rate(args, epoch) for epoch in (0, every - 0.1, every, 2 * every, 3 * every)]
+        assert rates == pytest.approx([0.1, 0.1, 0.01, 0.001, 0.0001])
 
 
 def test_norms_and_biases_do_not_decay():
@@ -797,31 +738,22 @@ def test_a_recipe_is_the_published_one_and_names_its_accuracy_as_a_target(recipe
     accuracy, batch = PUBLISHED[recipe]
     text = (ROOT / f"recipes/{recipe}.args").read_text()
     assert f"Target, published by BIGBALLON/distribuuuu and not measured here: top-1 {accuracy:.3f} %" in text
-    args = parse("data/imagenet", f"@recipes/{recipe}.args", "--lr", 0.3)
+    args = parse_06("data/imagenet", f"@recipes/{recipe}.args", "--lr", 0.3)
     assert (args.batch_size, args.epochs, args.lr, args.schedule) == (batch, 100, 0.3, "cosine"), "later flags win"
     if args.arch.startswith("timm:"):
         assert timm.is_model(args.arch[5:])
     else:
         assert args.arch in torchvision.models.list_models()
     published_peak = {256: 0.2, 512: 0.4, 1024: 0.8, 8192: 6.4, 16384: 12.8}[batch]
-    assert parse("x", f"@recipes/{recipe}.args").lr * batch / 256 == pytest.approx(published_peak)
+    assert parse_06("x", f"@recipes/{recipe}.args").lr * batch / 256 == pytest.approx(published_peak)
 
 
 # Flags
 
 
-def parse(*flags):
-    """The flags of 06, parsed by itself."""
-    argv, sys.argv = sys.argv, ["06_imagenet.py", *map(str, flags)]
-    try:
-        return script.parse_args("")
-    finally:
-        sys.argv = argv
-
-
 def test_every_flag_has_a_help_with_its_default_if_it_has_one(capsys):
     with pytest.raises(SystemExit):
-        parse("--help")
+        parse_06("--help")
     text = capsys.readouterr().out
     entries = re.split(r"\n  (?=-|TRAIN)", text.partition("show this help message")[2])[1:]
     assert len(entries) == 40 and all(len(entry.split()) > 3 for entry in entries)
@@ -848,7 +780,7 @@ def test_a_wrong_flag_is_one_line(flags, message, capsys):
     if "fp16" in flags and torch.accelerator.is_available():
         pytest.skip("fp16 is right here")
     with pytest.raises(SystemExit) as end:
-        parse(*flags)
+        parse_06(*flags)
     assert end.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
 
 
@@ -899,7 +831,7 @@ def test_on_a_gpu_it_trains_in_mixed_precision_and_resumes(train, one_each, amp)
 @pytest.mark.skipif(not can_compile(), reason="needs a C++ compiler")
 def test_a_compiled_network_in_channels_last_trains_on_dummy_images(tmp_path):
     flags = ["--dummy", 40, "--batch-size", 20, "--epochs", 1, "--compile", "--channels-last", "--amp", "bf16"]
-    flags += [*SMALL, "--arch", "mnist_net", "--timeout", 120, "--checkpoints-path", tmp_path]
+    flags += [*SMALL_06, "--arch", "mnist_net", "--timeout", 120, "--checkpoints-path", tmp_path]
     ranks = Ranks(tmp_path, 1, flags)
     assert ranks.wait(240) == [0], ranks.output()
     assert "dummy 40: 40 train and 1 test images, 1000 classes" in ranks.output()

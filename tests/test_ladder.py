@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALL_SCRIPTS, ROOT, SCRIPTS, flags, write_images
+from conftest import ALL_SCRIPTS, ROOT, SCRIPTS, flags
+from images import write_images
 from ranks import Ranks
 
 from common import report

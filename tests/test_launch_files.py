@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import QUICK, ROOT, STARTED, need, parse
+from conftest import QUICK, ROOT, need, parse
+from launchers import VARIABLES
+from processes import STARTED, finished, read_until
 from torch.distributed.run import config_from_args, get_args_parser
 
 from common.distributed import free_port
@@ -23,13 +25,12 @@ from imagenet.signals import EXIT_REQUEUE
 LAUNCH = ROOT / "launch"
 SHELL = sorted(str(path.relative_to(LAUNCH)) for path in LAUNCH.rglob("*") if path.suffix in (".sh", ".sbatch"))
 JOBS = ["03_cpu.yaml", "06_imagenet.yaml"]
-SMALL = ["--arch=mnist_net", "--image-size=16", "--batch-size=8", "--workers=0", "--eval-every=0", "--timeout=30"]
+TINY_06 = ["--arch=mnist_net", "--image-size=16", "--batch-size=8", "--workers=0", "--eval-every=0", "--timeout=30"]
 SENSECORE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_COMM", "PMI")
 EDITABLE = ("PROCESSES", "INTERFACE", "HOSTS", "HOSTFILE", "MASTER", "PORT")
 
 
-def start(*command, **variables):
+def launch(*command, **variables):
     """Start a launch file, or what it would start, with these variables and no others of a launcher."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(VARIABLES) and k not in EDITABLE}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
@@ -37,12 +38,6 @@ def start(*command, **variables):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     STARTED.append(subprocess.Popen(list(map(str, command)), env=env, start_new_session=True, **options))
     return STARTED[-1]
-
-
-def finished(process, timeout=120):
-    """Wait for a process; returns its exit code, its output and its errors."""
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
 
 
 # All of them
@@ -56,11 +51,12 @@ def test_a_launch_file_is_good_bash_and_can_be_started(file):
     assert os.access(LAUNCH / file, os.X_OK) or file.endswith(".sbatch"), "sbatch reads its files"
 
 
-def test_no_launch_file_is_without_a_test():
-    tested = [*SHELL, "store.py", "preflight.py", *(f"kubernetes/{file}" for file in JOBS)]
-    tested += ["kubernetes/checkpoints.yaml", "kubernetes/Dockerfile"]
-    found = [path for path in LAUNCH.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert {str(path.relative_to(LAUNCH)) for path in found} <= set(tested)
+def test_every_launch_file_is_run_by_a_test():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for path in LAUNCH.rglob("*"):
+        if path.is_file() and path.suffix != ".pyc" and path.name not in [*JOBS, "checkpoints.yaml", "Dockerfile"]:
+            run_by_name = f"launch/{path.relative_to(LAUNCH)}" in tests
+            assert run_by_name or path.suffix == ".sbatch", f"{path}: test_slurm.py runs all .sbatch, nothing runs this"
 
 
 # SenseCore
@@ -69,12 +65,12 @@ def test_no_launch_file_is_without_a_test():
 def sensecore(rank, machines, port, *given, **more):
     """sensecore.sh as one machine of several runs it."""
     place = {"RANK": rank, "WORLD_SIZE": machines, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return start("launch/sensecore.sh", *given, PROCESSES=1, **place | more)
+    return launch("launch/sensecore.sh", *given, PROCESSES=1, **place | more)
 
 
 @pytest.mark.slow
 def test_sensecore_sh_trains_on_one_machine(tmp_path):
-    given = ["06_imagenet.py", "--dummy=32", *SMALL, "--epochs=1", "--checkpoints-path", tmp_path / "saved"]
+    given = ["06_imagenet.py", "--dummy=32", *TINY_06, "--epochs=1", "--checkpoints-path", tmp_path / "saved"]
     code, out, err = finished(sensecore(0, 1, free_port(), *given))
     assert code == 0, err
     assert "06_imagenet.py | started by torchrun | world size 1 |" in out and out.count("done: ") == 1
@@ -108,14 +104,14 @@ def without(name):
     ],
 )
 def test_sensecore_sh_says_which_variable_is_wrong_and_what_to_do(variables, expected):
-    code, out, err = finished(sensecore(0, 2, 29500, "06_imagenet.py", "data/imagenet", **variables), timeout=10)
+    code, out, err = finished(sensecore(0, 2, 29500, "06_imagenet.py", "data/imagenet", **variables))
     assert (code, out) == (2, "") and len(err.splitlines()) == 1
     assert err.startswith(f"sensecore.sh: error: {expected}") and "06_imagenet.py data/imagenet" in err
 
 
 @pytest.mark.parametrize("file", ["sensecore.sh", "mpirun.sh"])
 def test_a_launch_file_that_is_given_no_script_says_how_to_give_one(file):
-    code, out, err = finished(start(f"launch/{file}"), timeout=10)
+    code, out, err = finished(launch(f"launch/{file}"))
     assert (code, out) == (2, "") and len(err.splitlines()) == 1
     assert err.startswith(f"{file}: error: no script given: expected") and f"launch/{file} 06_imagenet.py" in err
 
@@ -124,50 +120,47 @@ def test_a_launch_file_that_is_given_no_script_says_how_to_give_one(file):
 
 
 @pytest.fixture
-def mpirun():
+def mpirun_sh():
     """A function (*given, **variables) that starts mpirun.sh."""
     need(None if shutil.which("mpirun") else "not installed: mpirun (apt-get install openmpi-bin)")
     root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
-    return lambda *given, **variables: start("launch/mpirun.sh", *given, **root | variables)
+    return lambda *given, **variables: launch("launch/mpirun.sh", *given, **root | variables)
 
 
 @pytest.mark.slow
-def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved_when_it_is_asked_to(mpirun, tmp_path):
+def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved_when_it_is_asked_to(mpirun_sh, tmp_path):
     (tmp_path / "hosts").write_text("# this machine, with two processes\nlocalhost slots=2\n")
-    given = ["06_imagenet.py", "--dummy=64", *SMALL, "--print-every=1", "--checkpoints-path", tmp_path / "saved"]
-    job = mpirun(*given, "--epochs=100000", HOSTFILE=tmp_path / "hosts")
-    seen = ""
-    while "== step:" not in seen:
-        line = job.stdout.readline()
-        assert line, job.stderr.read()
-        seen += line
+    given = ["06_imagenet.py", "--dummy=64", *TINY_06, "--print-every=1", "--checkpoints-path", tmp_path / "saved"]
+    job = mpirun_sh(*given, "--epochs=100000", HOSTFILE=tmp_path / "hosts")
+    seen = read_until(job, "== step:")
     assert "06_imagenet.py | started by mpirun | world size 2 (2 on this machine)" in seen
     job.send_signal(signal.SIGUSR1)
     code, out, err = finished(job)
     saved = re.search(r"stopped by a signal after step (\d+): saved", out)
     assert code == EXIT_REQUEUE and saved, out + err
     epochs = int(saved[1]) // 8 + 1
-    code, out, err = finished(mpirun(*given, f"--epochs={epochs}", "--resume", HOSTS="localhost:2"))
+    code, out, err = finished(mpirun_sh(*given, f"--epochs={epochs}", "--resume", HOSTS="localhost:2"))
     assert code == 0, err
     assert f"after step {saved[1]} of {8 * epochs}" in out and out.count("done: ") == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are counted on Linux only")
-def test_mpirun_sh_leaves_all_cores_to_every_process(mpirun, tmp_path):
+def test_mpirun_sh_leaves_all_cores_to_every_process(mpirun_sh, tmp_path):
     """mpirun would bind each of two processes to one core, and its threads and loader workers with it."""
-    (tmp_path / "cores.py").write_text("import os; print('cores', len(os.sched_getaffinity(0)), flush=True)\n")
-    code, out, err = finished(mpirun(tmp_path / "cores.py", HOSTS="localhost:2"))
+    in_one_piece = "import os; os.write(1, f'cores {len(os.sched_getaffinity(0))}\\n'.encode())\n"
+    (tmp_path / "cores.py").write_text(in_one_piece)
+    code, out, err = finished(mpirun_sh(tmp_path / "cores.py", HOSTS="localhost:2"))
     assert code == 0, err
     assert sorted(out.splitlines()) == [f"cores {len(os.sched_getaffinity(0))}"] * 2
 
 
-def test_mpirun_sh_without_open_mpi_or_its_hosts_says_so(mpirun, tmp_path):
-    code, _, err = finished(mpirun("train.py", HOSTFILE=tmp_path / "none"), timeout=10)
+def test_mpirun_sh_without_open_mpi_or_its_hosts_says_so(mpirun_sh, tmp_path):
+    code, _, err = finished(mpirun_sh("train.py", HOSTFILE=tmp_path / "none"))
     assert code == 2 and err.startswith(f"mpirun.sh: error: HOSTFILE={tmp_path}/none: expected a file with one line")
     (tmp_path / "mpirun").write_text("#!/bin/sh\necho HYDRA build details:\n")
     (tmp_path / "mpirun").chmod(0o755)
-    other = start("env", f"PATH={tmp_path}:{os.environ['PATH']}", "launch/mpirun.sh", "train.py")
-    code, _, err = finished(other, timeout=10)
+    other = launch("env", f"PATH={tmp_path}:{os.environ['PATH']}", "launch/mpirun.sh", "train.py")
+    code, _, err = finished(other)
     assert code == 2 and err.startswith("mpirun.sh: error: mpirun is 'HYDRA build details:': expected Open MPI")
 
 
@@ -309,14 +302,20 @@ def command(job, variables):
     return [re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], name[0]), part) for part in parts]
 
 
+def torchrun_of(job):
+    """What the torchrun of a pod understands: its configuration and its arguments."""
+    given = command(job, operator(job, 1, 23456))
+    assert given[0] == "torchrun"
+    args = get_args_parser().parse_args(given[1:])
+    return config_from_args(args)[0], args
+
+
 @pytest.mark.parametrize("file", JOBS)
 def test_torchrun_and_the_script_understand_the_command_of_a_pod(file, monkeypatch):
     (job,) = read(file)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    given = command(job, operator(job, 1, 23456))
-    assert given[0] == "torchrun"
-    config, _, _ = config_from_args(args := get_args_parser().parse_args(given[1:]))
+    config, args = torchrun_of(job)
     assert (config.min_nodes, config.max_nodes, config.rdzv_configs["rank"]) == (2, 2, 1)
     assert config.nproc_per_node == int(job["spec"]["nprocPerNode"]) and config.rdzv_endpoint == "127.0.0.1:23456"
     parsed = parse(monkeypatch, args.training_script, *args.training_script_args)
@@ -338,22 +337,31 @@ def test_the_pods_of_a_job_train_together_by_their_command(file, small_folder, t
     (job,) = read(file)
     port, more = free_port(), [*QUICK, small_folder, "--epochs=1"]
     if file.startswith("06"):
-        more = [*SMALL, "--epochs=1", "--checkpoints-path", tmp_path / "saved"]
+        more = [*TINY_06, "--epochs=1", "--checkpoints-path", tmp_path / "saved"]
     pods = []
     for rank in (1, 0):
         variables = operator(job, rank, port, processes=1)
         given = [small_folder if part == "/data" else part for part in command(job, variables)]
-        pods.append(start(*given, *more, **variables))
+        pods.append(launch(*given, *more, **variables))
     (code1, out1, err1), (code0, out0, err0) = map(finished, pods)
     assert (code0, code1) == (0, 0), err0 + err1
     assert "started by torchrun | world size 2 (1 on this machine)" in out0 and out0.count("done: ") == 1 and out1 == ""
 
 
-def test_the_image_holds_all_that_the_jobs_need():
+@pytest.mark.slow
+def test_the_image_holds_all_that_the_jobs_need(tmp_path):
+    """Here: a folder with what the Dockerfile copies, in which the scripts of the jobs say how they are used."""
     lines = (LAUNCH / "kubernetes/Dockerfile").read_text().splitlines()
-    (base,) = [line.split()[1] for line in lines if line.startswith("FROM ")]
-    assert re.fullmatch(r"python:3\.\d+-slim", base)
-    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
-    assert all(list(ROOT.glob(name)) for name in copied), copied
-    used = {"common", "imagenet", "recipes", "launch", "requirements.txt", "*.py"}
-    assert set(copied) == used and "RUN pip install --no-cache-dir --requirement requirements.txt" in lines
+    assert any(re.fullmatch(r"FROM python:3\.\d+-slim", line) for line in lines)
+    assert "RUN pip install --no-cache-dir --requirement requirements.txt" in lines
+    for *names, target in (line.split()[1:] for line in lines if line.startswith("COPY ")):
+        for path in (path for name in names for path in ROOT.glob(name)):
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, tmp_path / target if path.is_dir() else tmp_path)
+    assert (tmp_path / "requirements.txt").exists()
+    for file in JOBS:
+        _, given = torchrun_of(read(file)[0])
+        command = [sys.executable, given.training_script, *given.training_script_args, "--help"]
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        end = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert end.returncode == 0 and end.stdout.startswith("usage: "), end.stderr

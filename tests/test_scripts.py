@@ -13,8 +13,10 @@ import psutil
 import pytest
 import torch
 import torchvision
-from conftest import IN_PROCESS, QUICK, ROOT, flags, needs_gpu, needs_gpus, start, write_images
+from conftest import IN_PROCESS, QUICK, ROOT, flags, needs_gpu, needs_gpus
+from images import write_images
 from PIL import Image
+from processes import read_until, start
 
 from common.data import build_datasets
 from common.models import SmallNet
@@ -67,6 +69,16 @@ def test_a_folder_of_large_images_is_trained_on_with_workers(run, large_folder):
 
 
 # They agree
+
+
+def test_a_training_on_shapes_needs_no_network(run, monkeypatch):
+    def refuse(*_):
+        raise OSError("Network is unreachable")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(f"socket.socket.{name}", refuse)
+    end = run("01_snsc.py", "--arch", "mnist_net", "--limit", 640, "--epochs", 1)
+    assert end.code == 0 and "done: test accuracy" in end.out, end.err
 
 
 def test_one_seed_gives_one_result_and_another_seed_another(run, small_folder):
@@ -293,18 +305,17 @@ def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_workers(tmp_path, to, bat
     write_images(tmp_path, "val", (260, 300), per_class=4, suffix=".jpg")
     given = ["--dataset", "folder", "--data-dir", tmp_path, "--batch-size", batch, "--workers", 2]
     process = start("01_snsc.py", *given)
-    while "global batch" not in process.stdout.readline():
-        assert process.poll() is None
+    read_until(process, "global batch")
     while len(session_members(process.pid)) < 3:  # until the workers are there
         time.sleep(0.1)
     time.sleep(2)  # into the first steps
     send = os.killpg if to.startswith("the terminal") else os.kill
     send(process.pid, signal.SIGINT)
-    process.wait(30)
+    process.wait(120)
     deadline = time.monotonic() + 3  # killed: workers that are left to themselves notice after 5 s
     while session_members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert session_members(process.pid) == []
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err.strip() == "01_snsc.py: stopped by Ctrl-C" and "Traceback" not in out

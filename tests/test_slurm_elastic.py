@@ -96,7 +96,7 @@ def test_a_job_that_is_preempted_out_of_time_and_requeued_goes_on_each_time_and_
     job.limit("1-00:00:00")
     job.restart()
     slurm.run("scontrol", "requeue", job.id)
-    assert wait_until(lambda: len(job.saved()) == 3, 60), job.output
+    assert wait_until(lambda: len(job.saved()) == 3, 120), job.output
     job.set_epochs(job.saved()[-1] // STEPS + 2)
     slurm.restart(job.id)
     assert slurm.wait(job.id) == ("COMPLETED", 0), job.output
@@ -112,7 +112,7 @@ def test_a_job_that_is_asked_to_save_goes_on_and_one_that_is_cancelled_does_not(
     job.restart()
     slurm.cancel(job.id)
     assert slurm.wait(job.id) == ("CANCELLED", 75), "the batch file waits until all is saved"
-    assert wait_until(lambda: not slurm.processes(), 60), slurm.processes()
+    assert wait_until(lambda: not slurm.processes(), 120), slurm.processes()
     first, second = job.saved()
     assert job.resumed() == [first] and slurm.show(job.id)["Restarts"] == "1", job.output
     assert (job.checkpoints / f"step-{second:08}.pt").exists()

@@ -1,4 +1,4 @@
-"""The Makefile, the benchmarks, the steps, and what is recorded in results/."""
+"""The Makefile, the benchmarks, the mutants and the steps."""
 
 import contextlib
 import json
@@ -9,13 +9,15 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, start, write_images
+from conftest import ROOT
+from images import write_images
+from processes import start
 
 from tools import steps
 from tools.bench import ddp as bench_ddp
 from tools.bench import rendezvous as bench_rendezvous
-from tools.lab import drill, mutants
-from tools.records import checkpoint_cost, records, select
+from tools.lab import mutants
+from tools.records import checkpoint_cost
 
 
 def make(*arguments, cwd=ROOT, env=None):
@@ -41,43 +43,43 @@ def fake_python(folder, body):
 
 
 @pytest.fixture
-def fresh(tmp_path):
+def clone(tmp_path):
     """A folder with the Makefile and requirements alone, as after a clone."""
     for name in ("Makefile", "requirements.txt", "requirements-dev.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     return tmp_path
 
 
-def test_make_installs_once_and_again_when_the_requirements_change(fresh):
+def test_make_installs_once_and_again_when_the_requirements_change(clone):
     def plan():
-        return make("--dry-run", "demo", "test", cwd=fresh).stdout
+        return make("--dry-run", "demo", "test", cwd=clone).stdout
 
     assert "pip install" in plan() and "01_snsc.py" in plan() and "pytest" in plan()
-    (fresh / ".venv").mkdir()
+    (clone / ".venv").mkdir()
     for stamp in ("ready", "ready-dev"):
-        (fresh / ".venv" / stamp).touch()
+        (clone / ".venv" / stamp).touch()
     assert "pip install" not in plan() and "01_snsc.py" in plan() and "pytest" in plan()
     later = time.time() + 10
-    os.utime(fresh / "requirements.txt", (later, later))
+    os.utime(clone / "requirements.txt", (later, later))
     assert "pip install" in plan()
 
 
-def test_an_old_python_is_named(fresh):
-    old = fake_python(fresh, 'case "$1" in -c) exit 1;; *) echo Python 3.8.10;; esac')
-    end = make("demo", old, cwd=fresh)
+def test_an_old_python_is_named(clone):
+    old = fake_python(clone, 'case "$1" in -c) exit 1;; *) echo Python 3.8.10;; esac')
+    end = make("demo", old, cwd=clone)
     assert end.returncode == 2 and "found Python 3.8.10, expected Python 3.10 or newer" in end.stderr
-    assert not (fresh / ".venv").exists()
+    assert not (clone / ".venv").exists()
 
 
-def test_a_python_without_venv_says_which_package_to_install(fresh):
-    bare = fake_python(fresh, 'case "$2" in *ensurepip*) exit 1;; *-venv*) echo python3.12-venv;; esac')
-    (fresh / "bin").mkdir()
+def test_a_python_without_venv_says_which_package_to_install(clone):
+    bare = fake_python(clone, 'case "$2" in *ensurepip*) exit 1;; *-venv*) echo python3.12-venv;; esac')
+    (clone / "bin").mkdir()
     for command in ("id", "apt-get"):  # a user who is not root, and a machine on which nothing gets installed
-        (fresh / "bin" / command).write_text("#!/bin/sh\necho 1000\nexit 1\n")
-        (fresh / "bin" / command).chmod(0o755)
-    end = make("demo", bare, cwd=fresh, env={"PATH": f"{fresh / 'bin'}:/usr/bin:/bin"})
+        (clone / "bin" / command).write_text("#!/bin/sh\necho 1000\nexit 1\n")
+        (clone / "bin" / command).chmod(0o755)
+    end = make("demo", bare, cwd=clone, env={"PATH": f"{clone / 'bin'}:/usr/bin:/bin"})
     assert end.returncode == 2 and "sudo apt-get install python3.12-venv" in end.stderr
-    assert not (fresh / ".venv").exists()
+    assert not (clone / ".venv").exists()
 
 
 # tools/lab/mutants.py
@@ -223,72 +225,6 @@ def test_the_steps_of_the_ladder_are_listed_and_shown(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["steps.py", "01"])
     with pytest.raises(SystemExit, match=r"steps\.py: error: 01: expected one of 02, 03, 04, 05$"):
         steps.main()
-
-
-# results/
-
-
-def test_cifar10_is_recorded_within_a_point_and_a_half_of_the_published_run():
-    for epoch, published in ((1, 39.2), (5, 65.1)):
-        accuracies = [r["train_acc"] for r in select(records("accuracy"), world_size=1, epoch=epoch)]
-        assert len(accuracies) >= 3 and abs(statistics.mean(accuracies) - published) < 1.5
-
-
-def test_mnist_is_recorded_above_98_percent_after_two_epochs():
-    runs = [r for r in records("first_runs") if (r["dataset"], r["model"]) == ("mnist", "mnist_net")]
-    assert runs and all(r["test_acc"] > 98 for r in runs if r["epoch"] == 2)
-
-
-def test_shapes_is_recorded_above_90_percent_after_five_epochs():
-    runs = [r for r in records("first_runs") if (r["dataset"], r["limit"]) == ("shapes", None)]
-    assert runs and all(r["test_acc"] > 90 for r in runs if r["epoch"] == 5)
-
-
-def test_06_is_recorded_at_the_speed_of_the_bare_step_and_its_loader_faster_than_the_classic_one():
-    runs = {}
-    for r in records("train"):
-        key = r["device"], r["command"], r["image_size"]
-        runs.setdefault(key, {}).setdefault(r["run"], []).append(r["images_per_second"])
-    for (device, _, size), speeds in runs.items():
-
-        def ratio(ours, other, speeds=speeds):
-            return statistics.median(a / b for a, b in zip(speeds[ours], speeds[other], strict=True))
-
-        assert ratio("dummy", "bare") >= 0.97
-        if device == "cpu" and size == 224:  # smaller ones cost their decoding, which is the same for both
-            assert ratio("our loader", "classic loader") >= 1.4
-    assert any(size == 224 for _, _, size in runs)
-
-
-def test_06_is_recorded_above_60_percent_on_cifar10_and_with_a_falling_loss_on_imagenet():
-    runs = records("imagenet")
-    assert max(r["test_acc"] for r in runs if r["dataset"] == "data/cifar10") > 60
-    losses = [r["train_loss"] for r in runs if r["dataset"] == "data/imagenet-mini"]
-    assert losses[-1] < losses[0] - 0.5
-
-
-def test_no_drill_is_recorded_that_failed_or_lost_more_than_it_may():
-    runs = {r["drill"]: r for r in records("drill")}
-    assert set(runs) == set(drill.DRILLS)
-    for name, r in runs.items():
-        assert not r["failed"] and r["steps_lost"] <= (2 if name == "damage" else 1) * r["checkpoint_every"]
-    assert runs["kills"]["kills"] >= 20 and runs["join"]["steps_lost"] == 0
-
-
-def test_the_input_pipeline_is_recorded_as_fast_as_the_step_allows():
-    runs = [r for r in records("input") if r["device"] == "cpu"]
-
-    def ratio(data_dir, ours, other):
-        speeds = {}
-        for r in runs:
-            if r["data_dir"] == data_dir:
-                speeds.setdefault(r["loop"], []).append(r["images_per_second"])
-        return statistics.median(a / b for a, b in zip(speeds[ours], speeds[other], strict=True))
-
-    assert ratio("data/cifar10", "01", "limit") >= 0.95
-    assert ratio("data/cifar10", "01", "classic, memory") >= 1.05
-    assert ratio("data/cifar10", "01", "classic, files") >= 1.25
-    assert ratio("data/imagenet-mini", "our loader", "classic loader") >= 1.4
 
 
 @pytest.mark.slow

@@ -23,8 +23,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, need, slurm_step, start
-from test_distributed import environment, gpus, meet, quick, torchrun  # noqa: F401, some are fixtures
+from conftest import ROOT, need
+from launchers import meet, slurm_step, torchrun
+from processes import start
 from torch import nn
 from torch.utils.data import DistributedSampler
 from torchvision.transforms import v2
@@ -277,7 +278,7 @@ def test_a_monitored_barrier_names_the_rank_that_does_not_come(provoked):
 
 @pytest.mark.slow
 @provokes(40)
-def test_nccl_without_a_gpu_is_refused(provoked, environment):  # noqa: F811
+def test_nccl_without_a_gpu_is_refused(provoked, environment):
     need_no_gpu()
     plain = functools.partial(dist.init_process_group, "nccl", store=dist.HashStore(), rank=0, world_size=1)
     return provoked["no GPU to count"] + raised(plain, lambda: setup_distributed(backend="nccl"))
@@ -376,7 +377,7 @@ def test_what_cannot_be_spawned_or_forked_says_so(provoked, tmp_path):
 
 
 @provokes(3)
-def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment, monkeypatch, capsys):  # noqa: F811
+def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment, monkeypatch, capsys):
     environment(SLURM_STEP_NUM_TASKS=2)
     monkeypatch.setattr(sys, "argv", ["04_mnmc_ddp_mp.py"])
     with pytest.raises(SystemExit):
@@ -385,14 +386,14 @@ def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment,
 
 
 @provokes(4)
-def test_a_world_larger_than_its_processes_ends_in_a_timeout(quick):  # noqa: F811
+def test_a_world_larger_than_its_processes_ends_in_a_timeout(quick):
     url = f"tcp://127.0.0.1:{free_port()}"
     plain = functools.partial(dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT)
     return raised(plain, lambda: rendezvous(("127.0.0.1", free_port(), ""), 0, 2, SHORT))
 
 
 @provokes(44)
-def test_two_torchruns_on_a_machine_are_refused(environment):  # noqa: F811
+def test_two_torchruns_on_a_machine_are_refused(environment):
     environment(**torchrun(), **slurm_step(tasks=4) | {"SLURM_STEP_NUM_NODES": 2})
     return raised(find_launcher)
 
@@ -411,7 +412,7 @@ def test_a_port_that_is_taken_is_an_error_of_torch_and_a_hint_of_ours():
 
 
 @provokes(9)
-def test_more_processes_than_gpus_are_refused_by_name(environment, gpus, monkeypatch):  # noqa: F811
+def test_more_processes_than_gpus_are_refused_by_name(environment, gpus, monkeypatch):
     environment(TORCHELASTIC_RUN_ID="none")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus(1)
@@ -473,14 +474,14 @@ def test_half_a_checkpoint_is_no_zip_archive(tmp_path):
 
 
 @provokes(31)
-def test_variables_that_count_machines_are_no_ranks(environment, gpus):  # noqa: F811
+def test_variables_that_count_machines_are_no_ranks(environment, gpus):
     environment(RANK=0, WORLD_SIZE=2, MASTER_ADDR="job-0", MASTER_PORT=23456)
     gpus(8)
     return raised(lambda: int(os.environ["LOCAL_RANK"]), setup_distributed)
 
 
 @provokes(39)
-def test_a_script_for_torchrun_says_so_under_plain_python(environment, monkeypatch, capfd):  # noqa: F811
+def test_a_script_for_torchrun_says_so_under_plain_python(environment, monkeypatch, capfd):
     environment()
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["03_mnmc_ddp_launch.py"])
@@ -498,7 +499,7 @@ def test_a_device_id_needs_an_index():
 
 
 @provokes(42)
-def test_a_name_that_does_not_resolve_is_named(quick):  # noqa: F811
+def test_a_name_that_does_not_resolve_is_named(quick):
     url = "tcp://no-such-host.invalid:29500"
     plain = functools.partial(dist.init_process_group, "gloo", init_method=url, rank=1, world_size=2, timeout=SHORT)
     return raised(plain, lambda: rendezvous(("no-such-host.invalid", 29500, ""), 1, 2, 9 * SHORT))

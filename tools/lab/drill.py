@@ -351,8 +351,8 @@ def drill_torchrun(job):
 
     def fault():
         job.kill_torchrun(host)
-        if not within(1, lambda: not set(orphans) & set(job.hosts.pids(host))):
-            job.mistakes.append("a process of the killed torchrun was still running after one second")
+        if not within(10, lambda: not set(orphans) & set(job.hosts.pids(host))):
+            job.mistakes.append("a process of the killed torchrun was still running after ten seconds")
 
     return job.recover(fault, TRAINERS)
 

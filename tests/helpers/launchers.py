@@ -1,0 +1,68 @@
+"""What each launcher tells the processes that it starts, and ranks that meet without one."""
+
+import threading
+from datetime import timedelta
+
+from common.distributed import LaunchError, free_port, rendezvous
+
+# The beginnings of the names of their variables
+VARIABLES = ("RANK", "PET_", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
+VARIABLES += ("MPI_", "SETUP_DISTRIBUTED_")
+
+
+def torchrun(rank=1, world_size=4, **more):
+    """What torchrun tells a worker of two machines with two processes each."""
+    return {
+        "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2,
+        "MASTER_ADDR": "node0", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "none",
+    } | more  # fmt: skip
+
+
+def by_hand(rank=1, **more):
+    """The same variables, set by somebody else."""
+    return without(torchrun(rank, **more), "TORCHELASTIC_RUN_ID")
+
+
+def slurm_step(rank=0, tasks=1, nodelist="localhost"):
+    """What srun tells a task of a step on one machine."""
+    return {
+        "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
+        "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_STEP_NUM_NODES": 1,
+        "SLURM_STEP_NODELIST": nodelist, "SLURM_CPUS_ON_NODE": tasks,
+    }  # fmt: skip
+
+
+def srun(rank=1, tasks=4, nodes="n[01-02]", **more):
+    """What srun tells a task of a step of two machines with two tasks each."""
+    layout = {"SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    return slurm_step(rank, tasks, nodes) | layout | {"SLURM_STEP_NUM_NODES": 2, "SLURM_NTASKS": tasks} | more
+
+
+def mpirun(rank=1, size=2, **more):
+    """What Open MPI tells a process on one machine."""
+    names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+    return {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()} | more
+
+
+def without(variables, *names):
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job="", device=None):
+    """Send these ranks to one rendezvous, a thread each; returns what each got: a store, or an error."""
+    address = ("localhost", port or free_port(), job)
+    results = [None] * len(ranks)
+
+    def go(k, rank):
+        before(rank)
+        try:
+            results[k] = rendezvous(address, rank, world_size, timedelta(seconds=timeout), device)
+        except LaunchError as error:
+            results[k] = str(error)
+
+    threads = [threading.Thread(target=go, args=arguments, daemon=True) for arguments in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results

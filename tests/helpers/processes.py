@@ -1,0 +1,68 @@
+"""Start Python in processes of its own, read what it prints, and see that nothing of it stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from launchers import VARIABLES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+STARTED = []  # what a test has started, for the fixture that kills what it leaves behind
+
+
+def start(*command):
+    """Start Python with these arguments in a process and a session of its own, which the test's end kills."""
+
+    def listen_to_ctrl_c():  # a shell makes its background jobs deaf to it, and they hand that on
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options = {"cwd": ROOT, "start_new_session": True, "preexec_fn": listen_to_ctrl_c}
+    STARTED.append(subprocess.Popen([sys.executable, *map(str, command)], **pipes, **options))
+    return STARTED[-1]
+
+
+def start_copy(folder, *command, **variables):
+    """Start Python in a folder with a copy of distributed.py, with these variables and no others of a launcher."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
+    env |= {name: str(value) for name, value in variables.items()} | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, **pipes)
+
+
+def finished(process, timeout=120):
+    """Wait for a process; returns its exit code, its output and its errors."""
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def read_until(process, text):
+    """Read lines of output until one holds the text; return all that was read."""
+    lines = [""]
+    while text not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], process.stderr.read()
+    return "".join(lines)
+
+
+def workers(pid, count=2):
+    """The processes below one that run a rank, in the order of their ranks, once there are so many and they train."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = [p for p in psutil.Process(pid).children(recursive=True) if "spawn_main" in str(p.cmdline()) or
+                 any(part.endswith(".py") for part in p.cmdline()[1:3])]  # fmt: skip
+        if len(found) >= count:
+            return sorted(found, key=lambda p: p.pid)[:count]
+        time.sleep(0.2)
+    raise TimeoutError(f"{count} workers of {pid} did not start")
+
+
+def gone(processes, seconds=60):
+    """Whether processes end within so many seconds."""
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
