@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 MACHINE ?= amd-epyc-2-cores
+# Two files of tests at a time. A thread that waits must not spin on a core that the other file needs.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n 2 --dist loadfile
 
 .PHONY: help demo test test-all test-oldest gpu lint charts clean
 .DEFAULT_GOAL := help
@@ -23,11 +25,11 @@ demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: about two minutes on t
 	@echo "      docs/01_snsc.md                           what happened, and what to read next"
 
 test: $(VENV)/ready-dev  ## run the quick tests: about five minutes on two cores
-	$(RUN) -m pytest -m "not slow" -n 2 --dist loadfile
-	@echo "The quick tests have passed. The slow ones, which take half an hour more: make test-all"
+	$(PYTEST) -m "not slow"
+	@echo "The quick tests have passed. The slow ones too, which take half an hour: make test-all"
 
-test-all: $(VENV)/ready-dev  ## run all tests: more than half an hour on two cores
-	$(RUN) -m pytest
+test-all: test  ## run the quick tests, then the slow ones: half an hour on two cores
+	$(PYTEST) -m slow
 
 test-oldest:  ## run the quick tests with the oldest torch that is supported, 2.9, in .venv-oldest
 	$(MAKE) --no-print-directory VENV=.venv-oldest TORCH="torch==2.9.* torchvision==0.24.*" test
