@@ -67,6 +67,7 @@ def test_two_processes_train_the_same_as_one_and_a_killed_run_continues_with_the
     assert float(re.search(r"train loss ([\d.]+)", more[1])[1]) < before, "it goes on to learn"
 
 
+@pytest.mark.slow
 def test_every_example_counts_once_on_three_processes(project):
     text = (project / "train.py").read_text()
     assert text.count("range(11000, 12000)") == 1
