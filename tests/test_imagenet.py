@@ -18,7 +18,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from conftest import ROOT, needs_gpu
+from conftest import ROOT, need, needs_gpu
 from imagenet_runs import CLASSES, SMALL_06, final, new_folder, parse_06, same, script
 from images import cut_off, write_images
 from PIL import Image
@@ -828,8 +828,8 @@ def test_on_a_gpu_it_trains_in_mixed_precision_and_resumes(train, one_each, amp)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_compile(), reason="needs a C++ compiler")
 def test_a_compiled_network_in_channels_last_trains_on_dummy_images(tmp_path):
+    need(None if can_compile() else "no C++ compiler (apt-get install g++ python3-dev)")
     flags = ["--dummy", 40, "--batch-size", 20, "--epochs", 1, "--compile", "--channels-last", "--amp", "bf16"]
     flags += [*SMALL_06, "--arch", "mnist_net", "--timeout", 120, "--checkpoints-path", tmp_path]
     ranks = Ranks(tmp_path, 1, flags)
@@ -846,9 +846,9 @@ def count_graphs(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_compile(), reason="needs a C++ compiler")
 def test_no_rank_compiles_again_for_a_piece_of_another_size(train, tmp_path):
     """Rank 0 gets pieces of 31 and 32 images, rank 1 of 32. A rank that compiled alone would let the other wait."""
+    need(None if can_compile() else "no C++ compiler (apt-get install g++ python3-dev)")
     flags = ["--dummy", 253, "--batch-size", 64, "--image-size", 32, "--arch", "small_net", "--epochs", 1, "--compile"]
     ranks = train("run", 2, *flags, prepare=count_graphs)
     assert ranks.wait() == [0, 0], ranks.output()

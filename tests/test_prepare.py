@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.io
 from conftest import ROOT
 from PIL import Image
 
@@ -137,7 +138,6 @@ def write_tar(path, members):
 @pytest.fixture
 def archives(tmp_path, monkeypatch):
     """ImageNet's three files with two classes of three training images, and five validation images."""
-    sio = pytest.importorskip("scipy.io")
     folder = tmp_path / "archives"
     folder.mkdir()
     classes = {}
@@ -151,7 +151,7 @@ def archives(tmp_path, monkeypatch):
         [(1, "n01", "tench, fish", "", 0), (2, "n02", "shark", "", 0), (3, "n99", "animal", "", 2)], kinds
     )
     meta = io.BytesIO()
-    sio.savemat(meta, {"synsets": synsets})
+    scipy.io.savemat(meta, {"synsets": synsets})
     kit = "ILSVRC2012_devkit_t12/data"
     labels = b"2\n1\n2\n1\n1\n"
     write_tar(

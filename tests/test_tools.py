@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, need
 from images import write_images
 from processes import start
 
@@ -234,8 +234,7 @@ def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_reso
     process = start("tools/bench/rendezvous.py", *given)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    if reason := bench_rendezvous.missing():
-        pytest.skip(reason)
+    need(bench_rendezvous.missing())
     records = [json.loads(line) for line in log.read_text().splitlines()]
     rows = [(what, ranks) for what, ranks in (("rendezvous", 2), ("rendezvous", 3), ("start", 2))]
     assert [(r["what"], r["ranks"]) for r in records] == rows * 2
@@ -248,8 +247,7 @@ def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_reso
 
 @pytest.mark.slow
 def test_64_ranks_rendezvous_where_the_name_server_does_not_answer(tmp_path):
-    if reason := bench_rendezvous.missing():
-        pytest.skip(reason)
+    need(bench_rendezvous.missing())
     log = tmp_path / "rendezvous.jsonl"
     given = ["--names", "slow", "--ranks", 64, "--start", 0, "--repeats", 1, "--log-file", log]
     process = start("tools/bench/rendezvous.py", *given)
