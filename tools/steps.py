@@ -80,6 +80,12 @@ def diff(script):
     return list(difflib.unified_diff(read(STEPS[script].parent), read(script), lineterm=""))[2:]
 
 
+def section_diff(script, names):
+    """Return the lines of the diff between some sections of a script and of its parent, with all lines in common."""
+    old, new = ([line for name in names for line in sections(s)[name]] for s in (STEPS[script].parent, script))
+    return list(difflib.unified_diff(old, new, n=len(old), lineterm=""))[3:]
+
+
 def size(script):
     """Return (lines added, lines removed) in a script, compared with its parent."""
     return tuple(sum(line.startswith(sign) for line in diff(script)) for sign in "+-")

@@ -8,6 +8,7 @@ The pages are README.md and docs/*.md. The text between <!-- KIND: ARGUMENT --> 
 
     table: NAME         a table from tools/book/tables.py
     diff: 03            the diff between 03 and its parent
+    diff: 03 0 1        the diff of two of its sections, see tools/steps.py
     section: 03 0       a section of a script, see tools/steps.py
     code: FILE NAME     a function, a class or the docstring of a file
     output: COMMAND     the output of a command, recorded in results/output/; remove its line there to record it again
@@ -59,8 +60,10 @@ def table(name):
     return TABLES[name]()
 
 
-def diff(number):
-    return fenced("diff", "\n".join(steps.diff(script(number))))
+def diff(argument):
+    number, *names = argument.split()
+    lines = steps.section_diff(script(number), names) if names else steps.diff(script(number))
+    return fenced("diff", "\n".join(lines).strip("\n"))
 
 
 def section(argument):
