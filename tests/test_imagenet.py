@@ -827,16 +827,6 @@ def test_on_a_gpu_it_trains_in_mixed_precision_and_resumes(train, one_each, amp)
     assert "device: cuda:0" in ranks.output() and "after step 2 of 4" in ranks.output()
 
 
-@pytest.mark.slow
-def test_a_compiled_network_in_channels_last_trains_on_dummy_images(tmp_path):
-    need(None if can_compile() else "no C++ compiler (apt-get install g++ python3-dev)")
-    flags = ["--dummy", 40, "--batch-size", 20, "--epochs", 1, "--compile", "--channels-last", "--amp", "bf16"]
-    flags += [*SMALL_06, "--arch", "mnist_net", "--timeout", 120, "--checkpoints-path", tmp_path]
-    ranks = Ranks(tmp_path, 1, flags)
-    assert ranks.wait(240) == [0], ranks.output()
-    assert "dummy 40: 40 train and 1 test images, 1000 classes" in ranks.output()
-
-
 def count_graphs(rank):
     def close(self, line, original=Progress.close):
         original(self, line)
@@ -849,7 +839,8 @@ def count_graphs(rank):
 def test_no_rank_compiles_again_for_a_piece_of_another_size(train, tmp_path):
     """Rank 0 gets pieces of 31 and 32 images, rank 1 of 32. A rank that compiled alone would let the other wait."""
     need(None if can_compile() else "no C++ compiler (apt-get install g++ python3-dev)")
-    flags = ["--dummy", 253, "--batch-size", 64, "--image-size", 32, "--arch", "small_net", "--epochs", 1, "--compile"]
+    flags = ["--dummy", 253, "--batch-size", 64, "--image-size", 32, "--arch", "small_net", "--epochs", 1]
+    flags += ["--compile", "--channels-last", "--amp", "bf16"]
     ranks = train("run", 2, *flags, prepare=count_graphs)
     assert ranks.wait() == [0, 0], ranks.output()
     assert "31 to 32 images per process" in ranks.output()

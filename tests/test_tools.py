@@ -119,7 +119,7 @@ def test_the_input_benchmark_compares_four_loops_on_small_images(small_folder, t
 @pytest.mark.slow
 def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
-    out = bench("--dataset", "folder", "--data-dir", large_folder, "--log-file", log, "--arch", "resnet18")
+    out = bench("--dataset", "folder", "--data-dir", large_folder, "--log-file", log, "--arch", "mobilenet_v3_small")
     loops = [json.loads(line)["loop"] for line in log.read_text().splitlines()]
     assert loops == ["classic, files", "01", "limit", "classic loader", "our loader"]
     assert re.search(r"^ours / classic\s+[\d.]+ \(", out, re.M)
