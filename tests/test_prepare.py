@@ -66,6 +66,16 @@ def test_a_small_share_still_leaves_every_class_an_image_for_validation(flowers,
     ]
 
 
+def test_new_images_of_a_class_with_one_validation_image_do_not_move_it(flowers, tmp_path, monkeypatch):
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.0001)
+    before = files(tmp_path / "a")
+    for k in range(100, 140):  # the hash of some of these names is lower
+        (flowers / f"rose/{k}.jpg").write_bytes(photo(seed=k))
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.0001)
+    after = files(tmp_path / "a")
+    assert before.items() <= after.items() and len(after) == len(before) + 40
+
+
 def test_large_images_are_resized_on_their_short_side_and_small_ones_kept(flowers, tmp_path, monkeypatch):
     (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))
     (flowers / "rose/small.png").write_bytes(photo((20, 10), kind="PNG"))

@@ -77,6 +77,8 @@ def main(args):
     items = find_items(source, args.val_share)
     if args.short_side:
         items = [item._replace(target=jpeg_name(item.target)) for item in items]
+    if args.val_share:
+        items = [keep_in_place(item, target) for item in items]
     check_names(items)
     todo = [item for item in items if not (target / item.target).exists()]
     settings = check_settings(args, target)
@@ -170,6 +172,13 @@ def split_class(items, share):
     count = sum(zlib.crc32(item.target.encode()) < share * 2**32 for item in items)
     count = min(max(count, 1), len(items) - 1)
     return [item._replace(target=f"{'val' if k < count else 'train'}/{item.target}") for k, item in enumerate(ordered)]
+
+
+def keep_in_place(item, target):
+    """Return the item with the part, train/ or val/, that it has in the target already: new images may not move it."""
+    part, _, name = item.target.partition("/")
+    other = f"{'val' if part == 'train' else 'train'}/{name}"
+    return item._replace(target=other) if (target / other).exists() else item
 
 
 def find_in_archives(source):

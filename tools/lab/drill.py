@@ -385,7 +385,7 @@ def drill_mend(job):
 
 
 def drill_host(job):
-    """the host of rank 0 fails"""
+    """all processes on the host of rank 0 are killed"""
     return job.recover(lambda: job.kill_host(job.host_of(0)), TRAINERS - 1)
 
 
@@ -400,7 +400,7 @@ def drill_join(job):
 
 
 def drill_store(job):
-    """the host of the store fails, and the store is started again"""
+    """the store is killed, and started again"""
 
     def fault():
         job.kill_host(STORE)
