@@ -142,12 +142,11 @@ def test_a_network_without_batch_norm_learns_the_same_on_any_number_of_processes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_resnet18_with_synchronised_batch_norm_learns_the_same_on_any_number_of_processes(train, world_size):
+def test_resnet18_with_synchronised_batch_norm_learns_the_same_on_two_processes_as_on_one(train):
     """In float64. In float32 no two ways to add up the same numbers stay together: one process that takes the images
     of each batch in reverse order is as far off after 20 steps, 4 %, because a rounding error that carries one value
     across the kink of a ReLU changes its gradient at once."""
-    one, many = train("python", 1, *RESNET18), train("forked", world_size, *RESNET18, "--sync-bn")
+    one, many = train("python", 1, *RESNET18), train("forked", 2, *RESNET18, "--sync-bn")
     assert many.batches == one.batches
     torch.testing.assert_close(many.losses, one.losses, rtol=1e-9, atol=0)
     assert distance(many, one) < 1e-9
