@@ -37,9 +37,10 @@ test-oldest:  ## run the quick tests with the oldest torch that is supported, 2.
 gpu:  ## prove and measure all on NVIDIA GPUs: 40 minutes in parts, installs nothing; PYTHON=... if not in .venv
 	$(if $(filter file,$(origin PYTHON)),$(RUN),$(PYTHON)) tools/gpu.py
 
-lint: $(VENV)/ready-dev  ## check style and formatting
+lint: $(VENV)/ready-dev  ## check style, formatting, and words that the book avoids
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(RUN) tools/book/words.py
 
 charts: $(VENV)/ready  ## redraw docs/figures/ from results/; for your machine: MACHINE=name
 	@set -e; for notebook in notebooks/*.ipynb; do name=`basename $$notebook .ipynb`; \

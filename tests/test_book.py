@@ -1,4 +1,4 @@
-"""README.md and docs/: every command is taken and, where it can, runs; every snippet runs; every link leads on."""
+"""The pages of the book: every command is taken and, where it can, runs; every snippet runs; every link leads on."""
 
 import ast
 import contextlib
@@ -24,7 +24,7 @@ from torch.distributed.run import get_args_parser
 
 from imagenet.signals import EXIT_REQUEUE
 from tools import steps
-from tools.book import book
+from tools.book import book, words
 from tools.records import records
 
 PAGES = book.pages()
@@ -284,7 +284,7 @@ def check(text, monkeypatch, slurm_help):
     elif program.startswith("launch/"):
         check_launch_file(program, arguments, monkeypatch)
     elif program == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert next(word for word in arguments if "=" not in word) in targets
     elif program == "kubectl" and arguments[0] == "apply":
         assert (ROOT / arguments[2]).exists()
@@ -292,8 +292,26 @@ def check(text, monkeypatch, slurm_help):
         assert (ROOT / arguments[arguments.index("--file") + 1]).exists()
     elif program == "docker" and "torchrun" in arguments:
         check(shlex.join(arguments[arguments.index("torchrun") :]), monkeypatch, None)
+    elif program in ("ssh", "pdsh"):  # %n is the number that pdsh gives to each host
+        check(re.search(r"torchrun .*?\.py", text)[0].replace("%n", "0"), monkeypatch, None)
     else:
-        known = ("", ".", "cd", "cp", "export", "mkdir", "rm", "truncate", "ss", "squeue", "docker", "kubectl", "sudo")
+        known = (
+            "",
+            ".",
+            "cd",
+            "cp",
+            "export",
+            "mkdir",
+            "rm",
+            "truncate",
+            "ss",
+            "squeue",
+            "docker",
+            "kubectl",
+            "sudo",
+            "git",
+            "pip",
+        )
         assert program in known, f"{text}: teach this test how to check {program}"
 
 
@@ -539,3 +557,16 @@ def test_every_snippet_for_torchrun_runs_on_two_processes(page, text, tmp_path):
 def go_to(rank):
     """Into the folder of the script, for what it writes."""
     os.chdir(Path(os.readlink("/proc/self/fd/1")).parent)
+
+
+# Words
+
+
+def test_a_word_with_two_meanings_is_found_in_prose_and_nowhere_else():
+    page = "The network learns.\n\n```sh\nthe network learns\n```\n\n`rate`, learning\nrate, a rate,\n"
+    page += "64 images\na process\n"
+    assert [(line, instead) for line, _, instead in words.find(page)] == [
+        (1, "model"),
+        (8, "learning rate"),
+        (9, "per"),
+    ]

@@ -4,7 +4,8 @@
     python tools/book/book.py --check     name the stale pages and exit with 1
     python tools/book/book.py --record    first run the commands whose output is shown but not recorded
 
-The pages are README.md and docs/*.md. The text between <!-- KIND: ARGUMENT --> and <!-- end --> is generated:
+The pages are README.md, CONTRIBUTING.md and docs/*.md. The text between <!-- KIND: ARGUMENT --> and <!-- end --> is
+generated:
 
     table: NAME         a table from tools/book/tables.py
     diff: 03            the diff between 03 and its parent
@@ -39,7 +40,7 @@ class BookError(ValueError):
 
 def pages():
     """Return the files of the book."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def render(text):

@@ -3,7 +3,7 @@
 import importlib
 import itertools
 import re
-from statistics import mean, median
+from statistics import mean
 
 import torch
 import torchvision
@@ -13,28 +13,37 @@ from tools import steps
 from tools.book import step_model, translations
 from tools.records import ROOT, checkpoint_cost, group, hardware, published, records, select, spread
 
-LADDER = [
-    ("01_snsc.py", "one device, plain PyTorch", "python 01_snsc.py"),
-    ("02_snmc_dp.py", "`nn.DataParallel`: one process, all GPUs of a machine", "python 02_snmc_dp.py"),
+LADDER = [  # script, what it adds, command, when to use it
+    ("01_snsc.py", "one device, plain PyTorch", "python 01_snsc.py", "one GPU is enough"),
+    (
+        "02_snmc_dp.py",
+        "`nn.DataParallel`: one process, all GPUs of a machine",
+        "python 02_snmc_dp.py",
+        "in old code only: DDP is better on any number of GPUs",
+    ),
     (
         "03_mnmc_ddp_launch.py",
         "`DistributedDataParallel`: one process per GPU, on any number of machines",
         "torchrun --nproc-per-node=2 03_mnmc_ddp_launch.py",
+        "the default",
     ),
     (
         "04_mnmc_ddp_mp.py",
-        "the same, started by the script itself with `mp.spawn`",
+        "DDP, started by the script itself with `mp.spawn`",
         "python 04_mnmc_ddp_mp.py --nproc-per-node 2",
+        "where torchrun is not possible, as in a debugger",
     ),
     (
         "05_mnmc_ddp_slurm.py",
-        "the same, started by Slurm",
+        "DDP, started by Slurm",
         "srun --nodes=2 --ntasks-per-node=2 python 05_mnmc_ddp_slurm.py",
+        "on a Slurm cluster",
     ),
     (
         "06_imagenet.py",
-        "a real training: checkpoints, processes that join and fail, recipes",
-        "torchrun --nproc-per-node=2 06_imagenet.py data/imagenet",
+        "checkpoints, machines that join and fail, recipes",
+        "torchrun --nproc-per-node=2 06_imagenet.py --dummy 2048",
+        "for long trainings",
     ),
 ]
 
@@ -82,34 +91,16 @@ def peak_memory(runs):
 
 
 def ladder():
-    """Make the table of the scripts: what each adds, the size of its step, and the measured speed."""
-    results, machine, repeats = ladder_results()
+    """Make the table of the scripts: what each adds, the size of its diff, and when to use it."""
     rows = []
-    for script, adds, command in LADDER:
+    for script, adds, command, use in LADDER:
         size = f"{len(steps.read(script))} lines"
         if script in steps.STEPS:
             added, removed = steps.size(script)
             size = f"+{added} -{removed} on `{steps.STEPS[script].parent[:2]}`"
         chapter = f"[chapter](docs/{script[:-3]}.md)"
-        rows.append((f"[`{script}`]({script})", adds, f"`{command}`", size, results[script], chapter))
-    head = ("script", "adds", "started with", "size", "measured", "read")
-    return f"{table(head, rows)}\n\nMeasured on {machine}: median of {repeats} runs."
-
-
-def ladder_results():
-    """Return ({script: its speed, in words}, machine, number of repeats)."""
-    machine, runs = next(iter(group([run | {"machine": hardware(run)} for run in records("speed")], "machine").items()))
-    runs = select(runs, batch_size=128)
-    base = {run["seed"]: run["images_per_second"] for run in select(runs, script="01_snsc.py", cpu_threads=1)}
-    results = {}
-    for script, same in group(runs, "script").items():
-        two_cores = [run for run in same if run["world_size"] * run["cpu_threads"] == 2]
-        ratio = median(run["images_per_second"] / base[run["seed"]] for run in two_cores)
-        results[script] = f"{ratio:.2f} x the speed of one core"
-    runs = [run for run in records("train") if hardware(run) == machine and run["image_size"] == 224]
-    ratio = median(ratios(select(runs, run="dummy"), select(runs, run="bare")))
-    results["06_imagenet.py"] = f"{ratio:.2f} x the speed of the bare step"
-    return results, machine, len(base)
+        rows.append((f"[`{script}`]({script})", adds, f"`{command}`", size, use, chapter))
+    return table(("script", "adds", "command", "size", "use it", "read"), rows)
 
 
 def cifar10():
