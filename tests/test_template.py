@@ -13,11 +13,22 @@ from conftest import ROOT, without_gloo
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 
 
+def copy_template(folder):
+    shutil.copy(ROOT / "template/train.py", folder)
+    shutil.copy(ROOT / "common/distributed.py", folder)
+    return folder
+
+
 @pytest.fixture
 def project(tmp_path):
-    shutil.copy(ROOT / "template/train.py", tmp_path)
-    shutil.copy(ROOT / "common/distributed.py", tmp_path)
-    return tmp_path
+    return copy_template(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """What one process printed, and its folder of checkpoints."""
+    folder = copy_template(tmp_path_factory.mktemp("one"))
+    return run(folder, sys.executable, *FLAGS, "--checkpoints", "one"), folder / "one"
 
 
 def run(project, *command, code=0):
@@ -32,39 +43,45 @@ def numbers(lines):
     return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
 
 
-def test_two_processes_train_the_same_as_one_and_a_killed_run_continues_with_the_same_bits(project):
-    flags = ["train.py", "--epochs", 3, "--batch-size", 500]
-    one = run(project, sys.executable, *flags, "--checkpoints", "one")
-    two = run(project, *TORCHRUN, *flags, "--checkpoints", "two")
+FLAGS = ["train.py", "--epochs", 3, "--batch-size", 500]
+
+
+def test_two_processes_train_the_same_as_one_which_goes_on_for_more_epochs(project, one):
+    one, checkpoints = one
+    two = run(project, *TORCHRUN, *FLAGS, "--checkpoints", "two")
     assert len(one) == 4 and re.match(r"epoch 1/3: train loss [\d.]+, accuracy [\d.]+% \| validation loss", one[0])
     assert numbers(two) == pytest.approx(numbers(one), rel=1e-2)
     accuracy = float(re.search(r"done: test loss [\d.]+, accuracy ([\d.]+)%", one[-1])[1])
     assert accuracy > 60, "of five classes; guessing is 20"
-
-    text = (project / "train.py").read_text()
-    saved = "            save(last_pt, state, d)\n"
-    assert text.count(saved) == 1
-    (project / "killed.py").write_text(
-        text.replace(saved, f"{saved}            d.is_main and os.kill(os.getpid(), 9)\n")
-    )
-    run(project, *TORCHRUN, "killed.py", *flags[1:], "--checkpoints", "killed", code=1)
-    assert torch.load(project / "killed/last.pt")["epoch"] == 1
-    run(project, *TORCHRUN, *flags, "--checkpoints", "killed", "--resume")
-    whole, killed = (torch.load(project / name / "last.pt") for name in ("two", "killed"))
-    assert whole["epoch"] == killed["epoch"] == 3 and whole["best"] == killed["best"]
-    assert all(torch.equal(value, killed["model"][name]) for name, value in whole["model"].items())
-    assert torch.equal(
-        whole["optimizer"]["state"][0]["momentum_buffer"], killed["optimizer"]["state"][0]["momentum_buffer"]
-    )
+    whole = torch.load(project / "two/last.pt")
     validated = [float(re.search(r"validation loss [\d.]+, accuracy ([\d.]+)%", line)[1]) for line in two[:3]]
     assert 100 * whole["best"] == pytest.approx(max(validated)) and (project / "two/best.pt").exists()
 
-    more = run(
-        project, sys.executable, "train.py", "--epochs", 5, "--batch-size", 500, "--checkpoints", "one", "--resume"
-    )
+    shutil.copytree(checkpoints, project / "one")
+    more = run(project, sys.executable, *FLAGS, "--epochs", 5, "--checkpoints", "one", "--resume")
     assert [line[:9] for line in more] == ["epoch 4/5", "epoch 5/5", "done: tes"]
     before = float(re.search(r"train loss ([\d.]+)", one[2])[1])
     assert float(re.search(r"train loss ([\d.]+)", more[1])[1]) < before, "it goes on to learn"
+
+
+@pytest.mark.parametrize("start", [[sys.executable], pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["1", "2"])
+def test_a_killed_run_continues_with_the_same_bits(project, start, one):
+    text = (project / "train.py").read_text()
+    saved = "            save(last_pt, state, d)\n"
+    assert text.count(saved) == 1
+    kill = f"{saved}            d.is_main and os.kill(os.getpid(), 9)\n"
+    (project / "killed.py").write_text(text.replace(saved, kill))
+    run(project, *start, "killed.py", *FLAGS[1:], "--checkpoints", "killed", code=-9 if len(start) == 1 else 1)
+    assert torch.load(project / "killed/last.pt")["epoch"] == 1
+    run(project, *start, *FLAGS, "--checkpoints", "killed", "--resume")
+    if start == TORCHRUN:
+        run(project, *start, *FLAGS, "--checkpoints", "whole")
+    checkpoints = project / "whole" if start == TORCHRUN else one[1]
+    whole, killed = (torch.load(folder / "last.pt") for folder in (checkpoints, project / "killed"))
+    assert whole["epoch"] == killed["epoch"] == 3 and whole["best"] == killed["best"]
+    assert all(torch.equal(value, killed["model"][name]) for name, value in whole["model"].items())
+    momenta = [state["optimizer"]["state"][0]["momentum_buffer"] for state in (whole, killed)]
+    assert torch.equal(*momenta)
 
 
 @pytest.mark.slow
