@@ -8,6 +8,7 @@ from conftest import ROOT, without_gloo
 from PIL import Image
 from ranks import Ranks
 
+from tools.bench import trace
 from tools.book import pictures
 from tools.book.step_model import Step, ring_seconds, step_seconds
 
@@ -82,3 +83,22 @@ def test_the_overlap_in_the_picture_is_that_of_the_model():
     begins, ends = zip(*pictures.sent(step, lambda size: size), strict=True)
     assert begins == (2.0, 3.0, 6.0) and ends == (2.5, 6.0, 7.0)
     assert ends[-1] + step.total - step.ready[-1] == step_seconds(step, lambda size: size)
+
+
+@pytest.mark.slow
+def test_a_trace_shows_the_parts_of_a_step_and_the_share_of_the_all_reduces_that_is_hidden(tmp_path):
+    given = ["--trace", tmp_path / "trace.json", "--batch-size", 2, "--log-file", tmp_path / "log.jsonl"]
+    ranks = Ranks(tmp_path, 2, given, script="tools/bench/trace.py")
+    assert ranks.wait() == [0, 0], ranks.output()
+    spans = json.loads((tmp_path / "log.jsonl").read_text())["spans"]
+    (forward,), (backward,), (optimizer,) = (spans[name] for name in ("forward", "backward", "optimizer"))
+    assert 0 == forward[0] < forward[1] <= backward[0] < backward[1] <= optimizer[0] < optimizer[1]
+    assert spans["all_reduce"] and all(begin >= backward[0] for begin, _ in spans["all_reduce"])
+    assert re.search(r"^\d+% of the all-reduces' time is hidden behind the backward pass", ranks.output(), re.M)
+    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"forward", "backward", "optimizer", "gloo:all_reduce"} <= names
+
+
+def test_the_hidden_share_counts_the_time_within_the_backward_pass_alone():
+    found = {"backward": [[10, 20]], "all_reduce": [[12, 16], [18, 24]]}
+    assert trace.hidden_share(found) == 0.6

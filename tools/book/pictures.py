@@ -1,6 +1,7 @@
-"""Draw the pictures of docs/concepts.md: python tools/book/pictures.py
+"""Draw the pictures of docs/: python tools/book/pictures.py
 
-The numbers in the pictures are computed here, so that a test can compare them with the real collectives.
+The numbers in the pictures are computed here, so that a test can compare them with the real collectives. The picture of
+a trace is drawn from a record.
 """
 
 import functools
@@ -21,6 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from charts import BLUE, GREEN, GREY, ORANGE, PURPLE
 
+from tools import records
 from tools.book.step_model import Step, ring_seconds, step_seconds
 
 FIGURES = ROOT / "docs/figures"
@@ -285,12 +287,47 @@ def draw_overlap():
     return fig
 
 
+def draw_trace():
+    """Draw a recorded training step of rank 0: tools/bench/trace.py."""
+    record = records.records("trace")[-1]
+    spans = record["spans"]
+    fig, ax = canvas(7.5, 1.5)
+    left, right = 0.95, 7.35
+    scale = (right - left) / spans["optimizer"][0][1]
+    text(
+        ax,
+        left,
+        0.15,
+        f"{records.hardware(record)}, {record['world_size']} processes, one run",
+        9,
+        ha="left",
+        color=GREY,
+    )
+    for y, lane in ((0.35, "compute"), (0.8, "all-reduce")):
+        ax.add_patch(Rectangle((left, y), right - left, 0.38, facecolor=PALE))
+        text(ax, left - 0.08, y + 0.19, lane, 9.5, ha="right", color=GREY)
+    rows = (("forward", 0.35, BLUE), ("backward", 0.35, GREEN), ("optimizer", 0.35, GREY), ("all_reduce", 0.8, ORANGE))
+    for name, y, color in rows:
+        for begin, end in spans[name]:
+            width = max(0.02, (end - begin) * scale)
+            ax.add_patch(
+                Rectangle((left + begin * scale, y), width, 0.38, facecolor=tint(color, 0.45), edgecolor="white")
+            )
+            if width > 0.09 * len(name) and name != "all_reduce":
+                text(ax, left + begin * scale + width / 2, y + 0.19, name, 9.5)
+    for ms in range(0, int(spans["optimizer"][0][1]), 100):
+        text(ax, left + ms * scale, 1.35, f"{ms} ms", 9, color=GREY)
+    return fig
+
+
 PICTURES = {"ranks": draw_ranks, "collectives": draw_collectives, "ring": draw_ring, "overlap": draw_overlap}
+PICTURES |= {"trace": draw_trace}
 
 
 def fingerprint():
     """Return a hash of the sources of the pictures. A picture with a different hash is stale."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
+    sources = [*SOURCES, *sorted((ROOT / "results/trace").glob("*.jsonl"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def main():
