@@ -14,7 +14,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n 2 --dist loadfile
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
-demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: about two minutes on two cores
+demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: two to six minutes on two cores
 	$(RUN) 01_snsc.py --epochs 4 --limit 16000
 	@echo
 	@echo "Next: $(RUN) 02_snmc_dp.py --limit 16000   the same with DataParallel"
@@ -42,12 +42,15 @@ lint: $(VENV)/ready-dev  ## check style, formatting, and words that the book avo
 	$(VENV)/bin/ruff format --check .
 	$(RUN) tools/book/words.py
 
-charts: $(VENV)/ready  ## redraw docs/figures/ from results/; for your machine: MACHINE=name
+# The notebooks in the repository hold the charts of the docs. Those of other machines are written to .venv/charts/.
+EXECUTED := $(if $(FIGURES)$(filter-out amd-epyc-2-cores,$(MACHINE)),$(VENV)/charts,notebooks)
+
+charts: $(VENV)/ready  ## redraw docs/figures/ and notebooks/ from results/; for your machine: MACHINE=name
 	@set -e; for notebook in notebooks/*.ipynb; do name=`basename $$notebook .ipynb`; \
 		if [ -e results/$$name/$(MACHINE).jsonl ]; then \
 			echo "drawing $$name from results/$$name/$(MACHINE).jsonl"; drawn=1; \
 			MACHINE=$(MACHINE) $(RUN) -m jupyter nbconvert --log-level=ERROR --to notebook --execute \
-				--output-dir $(VENV)/charts $$notebook; \
+				--ExecutePreprocessor.record_timing=False --output-dir $(EXECUTED) $$notebook; \
 		else echo "skipping $$name, which is not recorded: $(RUN) tools/experiments.py $$name --machine $(MACHINE)"; \
 		fi; \
 	done; [ "$$drawn" ] || { echo "make: nothing in results/ for MACHINE=$(MACHINE)" >&2; exit 2; }

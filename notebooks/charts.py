@@ -149,16 +149,19 @@ def save(fig, name):
     FIGURES.mkdir(parents=True, exist_ok=True)
     path = FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png")
     fig.savefig(path, metadata={"Software": None, "Source": fingerprint(name)})
-    print(f"figure: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+    print(f"figure: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}, made from {fingerprint(name)}")
 
 
 def fingerprint(name):
-    """Return a hash of the sources of a figure. A figure in docs/ with a different hash is stale."""
+    """Return a hash of the sources of a figure. A figure with a different hash, here or in a notebook, is stale."""
     import hashlib
+    import json
 
     notebook = {"goodput": "scaling", "syncbn_published": "syncbn"}.get(name, name)  # these draw two
-    sources = [ROOT / f"notebooks/{notebook}.ipynb", Path(__file__), ROOT / "results/published.json"]
+    cells = json.loads((ROOT / f"notebooks/{notebook}.ipynb").read_text())["cells"]
+    code = "".join(line for cell in cells if cell["cell_type"] == "code" for line in cell["source"])
+    sources = [Path(__file__), ROOT / "results/published.json"]
     sources.append(records.RESULTS / notebook / f"{MACHINE}.jsonl")
     if notebook == "scaling":
         sources += [ROOT / f"tools/book/{module}.py" for module in ("step_model", "goodput")]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    return hashlib.sha256(code.encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]

@@ -120,8 +120,13 @@ def test_a_notebook_says_on_what_was_measured_and_how_often(name, draw):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_stored_without_outputs_and_tells_how_to_add_a_machine(name):
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells(name))
+def test_a_notebook_holds_the_charts_and_the_numbers_of_now_and_tells_how_to_add_a_machine(name, draw):
+    outputs = [output for cell in cells(name) for output in cell["outputs"]]
+    assert {output["name"] for output in outputs if output["output_type"] == "stream"} == {"stdout"}, "no warnings"
+    stored = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+    printed = [re.sub(r"figure: \S+/", "figure: ", text) for text in (stored, draw(name))]
+    assert printed[0] == printed[1], f"notebooks/{name}.ipynb is stale: make charts"
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == stored.count("figure: ") >= 1
     text = "".join("".join(cell["source"]) for cell in cells(name, "markdown"))
     assert "## Your own machine" in text and f"python tools/experiments.py {name}" in text
     assert "make charts MACHINE=" in text
@@ -229,7 +234,7 @@ def test_the_speed_of_one_device_alone_is_drawn_too(device, cores, draw, spoil):
 
 
 SERIES = {  # name -> a series of the figure, and which records it is drawn from
-    "speed": ("DDP, 128 images in all", lambda r: r["script"].startswith("03") and r["global_batch"] == 128),
+    "speed": ("DDP, global batch of 128 images", lambda r: r["script"].startswith("03") and r["global_batch"] == 128),
     "syncbn": ("with SyncBN", lambda r: r["sync_bn"]),
     "accuracy": ("with warm-up", lambda r: r["warmup_epochs"]),
 }

@@ -2,7 +2,7 @@
 
 All times are in seconds. Failures come at random, with `mtbf` seconds between them on average: that of one machine
 divided by the number of machines. A failure loses the work since the last checkpoint, and costs `restart` seconds.
-notebooks/goodput.ipynb draws the prediction and checks it by simulation.
+notebooks/scaling.ipynb draws the prediction and checks it by simulation.
 """
 
 import math

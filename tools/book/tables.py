@@ -379,9 +379,9 @@ def planning():
     rows = []
     for name, run in published()["scaling"].items():
         gpus = f"{run['devices']}, {run['gpus_per_node']} per node"
-        modelled = step_model.published_efficiency(run)
-        rows.append((name, gpus, f"{run['network_gbits']} Gbit/s", f"{run['efficiency']:.0%}", f"{modelled:.0%}"))
-    return table(("run", "GPUs", "network of a node", "published", "modelled"), rows)
+        calculated = step_model.published_efficiency(run)
+        rows.append((name, gpus, f"{run['network_gbits']} Gbit/s", f"{run['efficiency']:.0%}", f"{calculated:.0%}"))
+    return table(("run", "GPUs", "network of a node", "published", "calculated"), rows)
 
 
 TABLES = (
