@@ -15,7 +15,7 @@ variables tell which launcher started it. The first match in this order wins:
 
     torchrun   RANK, WORLD_SIZE and LOCAL_RANK
     mpirun     OMPI_COMM_WORLD_* (Open MPI), or PMI_* with MPI_LOCALRANKID (MPICH, Intel MPI)
-    srun       SLURM_STEP_*; the shell of an sbatch script is not a step, and SLURM_NTASKS belongs to the whole job
+    srun       SLURM_STEP_*; the shell of an sbatch script is no step: there, SLURM_NTASKS is that of the whole job
     nodes      RANK and WORLD_SIZE without LOCAL_RANK: Kubernetes PyTorchJob and SenseCore, which count machines
     python     none of these
 

@@ -13,7 +13,7 @@ from tools.book.book import BLOCK, pages
 from tools.records import ROOT
 
 UNITS = "process|rank|GPU|device|core|worker|machine|host|node|step|epoch|second|class"
-KINDS = "train|trains|trained|wraps?|whole|small|large|neural|same|your|own|convolutional|residual"
+KINDS = "train|trains|trained|wraps?|whole|small|large|neural|same|convolutional|residual"
 RULES = [  # pattern, what to write instead
     (rf"\b(images?|samples?|examples?|batch|GPUs?|processes|threads?|cores?|times?) an? ({UNITS})\b", "per"),
     (r"\brates?\b", "learning rate"),
