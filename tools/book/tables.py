@@ -42,7 +42,7 @@ LADDER = [  # script, what it adds, command, when to use it
     (
         "06_imagenet.py",
         "checkpoints, machines that join and fail, recipes",
-        "torchrun --nproc-per-node=2 06_imagenet.py --dummy 2048",
+        "torchrun --nproc-per-node=2 06_imagenet.py --dummy 2048 --image-size 64 --epochs 2",
         "for long trainings",
     ),
 ]
