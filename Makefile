@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-MACHINE ?= amd-epyc-2-cores
+OURS := amd-epyc-2-cores
+MACHINE ?= $(OURS)
 # Two files of tests at a time. A thread that waits must not spin on a core that the other file needs.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n 2 --dist loadfile
 
@@ -43,7 +44,7 @@ lint: $(VENV)/ready-dev  ## check style, formatting, and words that the book avo
 	$(RUN) tools/book/words.py
 
 # The notebooks in the repository hold the charts of the docs. Those of other machines are written to .venv/charts/.
-EXECUTED := $(if $(FIGURES)$(filter-out amd-epyc-2-cores,$(MACHINE)),$(VENV)/charts,notebooks)
+EXECUTED := $(if $(FIGURES)$(filter-out $(OURS),$(MACHINE)),$(VENV)/charts,notebooks)
 
 charts: $(VENV)/ready  ## redraw docs/figures/ and notebooks/ from results/; for your machine: MACHINE=name
 	@set -e; for notebook in notebooks/*.ipynb; do name=`basename $$notebook .ipynb`; \
