@@ -478,7 +478,7 @@ def test_chapter_6_as_a_reader_types_it_kill_resume_resume_and_both_exercises(bo
     code, out, err = typed(stopped, book_folder, until="== step: [   8/32] [3/5]")
     (resumed,) = re.findall(r"after step (\d+) of 160", out)
     (saved,) = re.findall(r"stopped by a signal after step (\d+): saved, and --resume continues", out)
-    assert code == EXIT_REQUEUE and int(resumed) >= 15 and int(resumed) % 5 == 0 and int(saved) >= 72, out + err
+    assert code == EXIT_REQUEUE and int(resumed) >= 10 and int(resumed) % 5 == 0 and int(saved) >= 72, out + err
     code, out, err = typed(last, book_folder)
     assert code == 0 and f"after step {saved} of 160" in out and "done: top-1 " in out, out + err
     shown = [*map(recorded, runs)]
@@ -487,7 +487,7 @@ def test_chapter_6_as_a_reader_types_it_kill_resume_resume_and_both_exercises(bo
     file = book_folder / "checkpoints/lesson/step-00000160.pt"
     (cut,) = [text for text in commands if text.startswith("truncate ")]
     whole = file.stat().st_size
-    assert bash(cut.replace("checkpoints/", f"{book_folder}/checkpoints/")).wait(60) == 0
+    assert bash(cut.replace("checkpoints/", f"{book_folder}/checkpoints/")).wait(300) == 0
     assert file.stat().st_size == whole - 1
     code, out, err = typed(again, book_folder)
     assert code == 0 and "after step 155 of 160" in out and file.stat().st_size == whole, out + err

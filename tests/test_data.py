@@ -322,7 +322,7 @@ print(len(train), len(test))
         env = {"PYTHONPATH": str(ROOT), "PATH": "", "no_proxy": "127.0.0.1"}
         command = [sys.executable, "-c", code]
         both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        ends = [process.communicate(timeout=120)[0].splitlines()[-1] for process in both]
+        ends = [process.communicate(timeout=300)[0].splitlines()[-1] for process in both]
         server.shutdown()
     assert ends == ["10 10", "10 10"]
     assert sorted(CountingHandler.asked) == sorted(f"/{name}" for name, _ in resources)

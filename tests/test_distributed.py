@@ -542,7 +542,7 @@ def outputs(*processes):
     """All lines that processes write, once all have ended with exit code 0."""
     lines = []
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         lines += without_gloo(out).splitlines()
     return sorted(lines)

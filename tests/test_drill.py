@@ -128,7 +128,7 @@ def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tm
     given = [ROOT / "launch/06_one_node.sh", *TEN_STEPS, "--checkpoints-path", tmp_path / "checkpoints"]
     for processes, line in (("2", "== step: [  10/10] [1/1]"), ("1", "after step 10 of 10")):
         end = subprocess.run(
-            given, cwd=tmp_path, env=with_variables(PROCESSES=processes), capture_output=True, text=True, timeout=180
+            given, cwd=tmp_path, env=with_variables(PROCESSES=processes), capture_output=True, text=True, timeout=300
         )
         assert end.returncode == 0, end.stderr
         assert f"world size {processes}" in end.stdout and line in end.stdout
@@ -141,7 +141,7 @@ def test_on_two_machines_each_is_told_its_number(hosts, tmp_path):
     given = [*TEN_STEPS, "--checkpoints-path", tmp_path]
     second, first = (hosts.popen(k, ROOT / "launch/06_static.sh", k, *given, env=env) for k in (1, 0))
     for process in (first, second):
-        code, out, err = finished(process, timeout=180)
+        code, out, err = finished(process, timeout=300)
         assert code == 0, err
         assert ("world size 2 (1 on this machine)" in out) == (process is first)
     assert (tmp_path / "step-00000010.pt").exists()
@@ -162,7 +162,7 @@ def test_a_torchrun_that_ends_is_started_again_a_limited_number_of_times(tmp_pat
     fake.write_text("#!/bin/sh\necho started\nexit 3\n")
     fake.chmod(0o755)
     env = with_variables(TRIES="2", PAUSE="0") | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    end = subprocess.run([ROOT / "launch/06_elastic.sh"], env=env, capture_output=True, text=True, timeout=60)
+    end = subprocess.run([ROOT / "launch/06_elastic.sh"], env=env, capture_output=True, text=True, timeout=300)
     assert (end.returncode, end.stdout) == (3, "started\n" * 3)
     assert end.stderr.splitlines() == [
         "06_elastic.sh: torchrun exited with code 3; restarting in 0 s, 1 more tries",

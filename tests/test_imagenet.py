@@ -134,7 +134,7 @@ def test_a_signal_that_arrives_while_torch_is_imported_asks_for_a_requeue(tmp_pa
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "importing\n"
         process.send_signal(getattr(signal, name))
-        assert process.wait(60) == 75, "which launch/slurm/06_srun.sbatch looks for"
+        assert process.wait(300) == 75, "which launch/slurm/06_srun.sbatch looks for"
 
 
 @pytest.mark.slow

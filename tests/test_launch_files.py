@@ -363,5 +363,5 @@ def test_the_image_holds_all_that_the_jobs_need(tmp_path):
         _, given = torchrun_of(read(file)[0])
         command = [sys.executable, given.training_script, *given.training_script_args, "--help"]
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        end = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        end = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
         assert end.returncode == 0 and end.stdout.startswith("usage: "), end.stderr

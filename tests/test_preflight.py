@@ -40,7 +40,7 @@ def on_two(hosts, *flags, variables=({}, {}), fake=None):
     ]
     end = finished(both[0])
     hosts.kill(1)  # one that was stopped is still there
-    both[1].communicate(timeout=120)
+    both[1].communicate(timeout=300)
     return end
 
 

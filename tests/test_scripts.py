@@ -270,7 +270,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, small_folder, script, given,
 def test_a_damaged_image_found_in_mid_run_is_one_line(large_folder):
     (large_folder / "train" / "dog" / "003.jpg").write_bytes(b"\xff\xd8 nothing")
     process = start("01_snsc.py", "--dataset", "folder", "--data-dir", large_folder, "--workers", 2)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 2 and len(err.splitlines()) == 1
     assert err.startswith("01_snsc.py: error: ") and "dog/003.jpg cannot be read as an image" in err
 
@@ -302,11 +302,11 @@ def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_workers(tmp_path, to, bat
     time.sleep(2)  # into the first steps
     send = os.killpg if to.startswith("the terminal") else os.kill
     send(process.pid, signal.SIGINT)
-    process.wait(120)
+    process.wait(300)
     deadline = time.monotonic() + 3  # killed: workers that are left to themselves notice after 5 s
     while session_members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert session_members(process.pid) == []
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert err.strip() == "01_snsc.py: stopped by Ctrl-C" and "Traceback" not in out

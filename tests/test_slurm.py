@@ -96,7 +96,7 @@ def test_the_shell_of_an_sbatch_file_is_one_process_and_says_so(slurm, copy):
 def test_two_jobs_at_once_on_one_machine_do_not_meet(slurm, holding):
     jobs = [slurm.popen("srun", "-n2", "-w", "n01", "python", "train.py", cwd=holding) for _ in range(2)]
     for job in jobs:
-        out, err = job.communicate(timeout=120)
+        out, err = job.communicate(timeout=300)
         assert job.returncode == 0, err
         assert ranks(out) == [("srun", r, 2, r, 2, 3) for r in (0, 1)]
 
@@ -196,7 +196,7 @@ def test_the_lines_for_gpus_give_every_process_the_gpus_of_its_machine(slurm, fi
         assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
     finally:
         other.terminate()
-        other.communicate(timeout=120)
+        other.communicate(timeout=300)
     assert "world size 4 (2 on this machine)" in slurm.output(job)
     assert sorted((tmp_path / "seen").read_text().splitlines()) == ["n01 1,2"] * 2 + ["n02 0,1"] * 2
 

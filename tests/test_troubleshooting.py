@@ -207,7 +207,7 @@ def provoked(tmp_path_factory):
         [sys.executable, "tests/helpers/provoke.py", "launchers"], start_new_session=True, **options
     )
     try:
-        said, printed = ranks.communicate(timeout=150)[0], other.communicate(timeout=150)[0]
+        said, printed = ranks.communicate(timeout=300)[0], other.communicate(timeout=300)[0]
     finally:
         for process in (ranks, other):
             with contextlib.suppress(ProcessLookupError):
@@ -307,7 +307,7 @@ def test_a_host_whose_name_is_loopback_is_not_reached(monkeypatch):
             time.sleep(0.1)
         two.kill(0)  # one of them has been refused, and ended; the other waits longer
         two.kill(1)
-        printed = [rank.communicate(timeout=30)[0] for rank in ranks]
+        printed = [rank.communicate(timeout=300)[0] for rank in ranks]
     return "".join(printed) + missing_interface(monkeypatch)
 
 
@@ -338,7 +338,7 @@ def test_a_small_shared_memory_kills_loader_workers():
         "shared-memory",
     ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     return done.stderr
 
 
@@ -349,7 +349,7 @@ def test_ctrl_c_ends_torchrun_with_a_traceback_of_its_own(tmp_path):
     process = start("-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1", tmp_path / "train.py")
     assert process.stdout.readline() == "here\n"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    err = process.communicate(timeout=60)[1]
+    err = process.communicate(timeout=300)[1]
     assert process.returncode == 1
     return err
 
@@ -357,7 +357,7 @@ def test_ctrl_c_ends_torchrun_with_a_traceback_of_its_own(tmp_path):
 def without_a_main_guard(folder):
     text = "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()\n"
     (folder / "train.py").write_text(text)
-    return subprocess.run([sys.executable, folder / "train.py"], capture_output=True, text=True, timeout=60).stderr
+    return subprocess.run([sys.executable, folder / "train.py"], capture_output=True, text=True, timeout=300).stderr
 
 
 def spawn_a_local_function():

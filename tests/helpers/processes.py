@@ -36,7 +36,7 @@ def start_copy(folder, *command, **variables):
     return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, **pipes)
 
 
-def finished(process, timeout=120):
+def finished(process, timeout=300):
     """Wait for a process; returns its exit code, its output and its errors."""
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err

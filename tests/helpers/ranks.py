@@ -59,7 +59,7 @@ class Ranks:
     def _out(self, rank):
         return self.folder / f"run{self.run}-rank{rank}.out"
 
-    def wait(self, timeout=90):
+    def wait(self, timeout=300):
         """Wait until all ranks have exited; return their exit codes."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
@@ -78,7 +78,7 @@ class Ranks:
     def output(self, rank=0):
         return self._out(rank).read_text() if self._out(rank).exists() else ""
 
-    def wait_for(self, pattern, timeout=60):
+    def wait_for(self, pattern, timeout=300):
         """Wait until rank 0 has printed text that matches the pattern."""
         deadline = time.monotonic() + timeout
         while not re.search(pattern, self.output()):
@@ -111,6 +111,7 @@ def _run(script, env, flags, out, kill, prepare):
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update({name: str(value) for name, value in env.items()})
+    multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a process that a launcher starts
     os.chdir(ROOT)
     sys.argv = [os.path.basename(script), *flags]
 
