@@ -1,28 +1,32 @@
 #!/usr/bin/env bash
-# Run 06_imagenet.py on machines that may join and leave at any time. Run the same command on each machine.
+# Run 06_imagenet.py on machines that may join, exit or fail at any time. Run the same command on each machine.
 #
-#     python launch/store.py                                       # once, on the machine named in `store`
+#     python launch/store.py                                       # once, preferably on a machine that does not train
 #     launch/06_elastic.sh data/imagenet @recipes/resnet50.args    # on each machine that trains
 #
-# Activate the Python environment first. Edit the lines below; they must be the same on all machines.
-store=${STORE:-10.0.0.1:29400}  # where launch/store.py runs, preferably a machine that does not train
+# Activate the Python environment first. Edit the lines below, or set them for one run:
+# STORE=10.0.0.5:29400 launch/06_elastic.sh ...
+# They must be the same on all machines, except `interface` and `address`.
+store=${STORE:-10.0.0.1:29400}  # address of launch/store.py, the small server at which the machines find each other
 job=${JOB:-resnet50}            # any name; take a new name, or a new store, for each job
 nodes=${NODES:-1:4}             # minimum and maximum number of machines
 processes=${PROCESSES:-auto}    # processes per machine: a number, or auto: one per GPU, without GPUs one per core
-restarts=${RESTARTS:-20}        # failures of processes that one torchrun survives; one more ends the job everywhere
+restarts=${RESTARTS:-20}        # failures after which a torchrun restarts its processes; one more ends the whole job
 tries=${TRIES:-10}              # how often to start torchrun again if it ends within ten minutes each time
 pause=${PAUSE:-10}              # seconds to wait before starting torchrun again
-interval=${INTERVAL:-5}         # seconds between heartbeats; a machine that misses three in a row is removed
-last_call=${LAST_CALL:-15}      # seconds to wait for more machines while there are fewer than the maximum
-interface=${INTERFACE:-}        # network interface between the machines, such as eth0; empty: found by host name
+interval=${INTERVAL:-5}         # seconds between heartbeats ("still running"); a machine that misses three is removed
+last_call=${LAST_CALL:-15}      # seconds to wait for more machines after the minimum number has joined
+interface=${INTERFACE:-}        # network interface between the machines, such as eth0; empty: see below
 address=${ADDRESS:-}            # address of this machine, if the other machines cannot resolve its name
 
-set -euo pipefail
+set -euo pipefail  # stop at the first error
 
-# Without this variable, restarted processes look for the store of the old processes and wait, some of them forever.
+# Without this variable, restarted processes look for the store of the old processes, and may hang: see docs/elastic.md.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-# Needed where /etc/hosts maps the machine's name to 127.0.1.1, as on Debian: other machines cannot connect to that.
+# If `interface` is empty, gloo uses the interface of the address to which the host name resolves, and NCCL chooses one
+# itself. Set `interface` where /etc/hosts maps the host name to 127.0.1.1, as on Debian: other machines cannot connect
+# to this address.
 if [[ -n $interface ]]; then
     export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
 fi

@@ -8,9 +8,9 @@
 processes=${PROCESSES:-auto}  # a number, or auto: one per GPU, without GPUs one per core
 restarts=${RESTARTS:-10}      # how often to resume from the newest checkpoint after a process has failed
 
-set -euo pipefail
+set -euo pipefail  # stop at the first error
 
-# Without this variable, restarted processes may look for the store of the failed processes.
+# Without this variable, restarted processes look for the store of the old processes, and may hang: see docs/elastic.md.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # --standalone: choose a free port, so that several jobs can run on one machine.

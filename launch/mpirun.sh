@@ -11,10 +11,10 @@
 hosts=${HOSTS:-localhost:2}  # machine:processes for each machine, one process per GPU; rank 0 runs on the first machine
 hostfile=${HOSTFILE:-}       # or a file with one line per machine, such as: 10.0.0.1 slots=8
 master=${MASTER:-}           # the first machine, as the other machines reach it; empty: its name in the list above
-port=${PORT:-}               # a free port on the first machine; empty: computed from the job ID
-interface=${INTERFACE:-}     # network interface between the machines, such as eth0; empty: found by host name
+port=${PORT:-}               # a free port on the first machine; empty: 12000 to 31999, computed from mpirun's job name
+interface=${INTERFACE:-}     # network interface between the machines, such as eth0; empty: see below
 
-set -euo pipefail
+set -euo pipefail  # stop at the first error
 
 fail() {
     echo "mpirun.sh: error: $1" >&2
@@ -38,13 +38,15 @@ if [[ -n $hostfile ]]; then
 fi
 export MASTER_ADDR=${master:-${first%%:*}}
 
-# mpirun passes on its own variables and the variables named with -x.
+# To the other machines, mpirun passes only its own variables and the variables named with -x.
 variables=(-x MASTER_ADDR -x PATH)
 if [[ -n $port ]]; then
     export MASTER_PORT=$port
     variables+=(-x MASTER_PORT)
 fi
-# Needed where /etc/hosts maps the machine's name to 127.0.1.1, as on Debian: other machines cannot connect to that.
+# If `interface` is empty, gloo uses the interface of the address to which the host name resolves, and NCCL chooses one
+# itself. Set `interface` where /etc/hosts maps the host name to 127.0.1.1, as on Debian: other machines cannot connect
+# to this address.
 if [[ -n $interface ]]; then
     export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
     variables+=(-x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME)

@@ -3,13 +3,14 @@
 #
 #     launch/sensecore.sh 06_imagenet.py data/imagenet @recipes/resnet50.args --resume
 #
-# Enter it in SenseCore as the command of a distributed PyTorch job, to run in the repository with the Python
-# environment activated. SenseCore runs it on every machine with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
-# This RANK and WORLD_SIZE count machines, not processes, so a script cannot use them directly. Edit the lines below.
+# In SenseCore, create a distributed PyTorch job (AllReduce, not StandAlone) with this command. It must start in the
+# repository, with the Python environment active. SenseCore runs it on every machine, and sets RANK, WORLD_SIZE,
+# MASTER_ADDR and MASTER_PORT. This RANK and WORLD_SIZE count machines, not processes, so a script cannot use them
+# directly. Edit the lines below.
 processes=${PROCESSES:-auto}  # processes per machine: a number, or auto: one per GPU, without GPUs one per core
-interface=${INTERFACE:-}      # network interface between the machines, such as eth0; empty: found by host name
+interface=${INTERFACE:-}      # network interface between the machines, such as eth0; empty: see below
 
-set -euo pipefail
+set -euo pipefail  # stop at the first error
 
 fail() {
     echo "sensecore.sh: error: $1" >&2
@@ -36,12 +37,15 @@ if [[ -n ${LOCAL_RANK:-} ]]; then
     fail "LOCAL_RANK=$LOCAL_RANK: expected no other launcher: sensecore.sh starts torchrun; launch/sensecore.sh $*"
 fi
 
-# Needed where /etc/hosts maps the machine's name to 127.0.1.1, as on Debian: other machines cannot connect to that.
+# If `interface` is empty, gloo uses the interface of the address to which the host name resolves, and NCCL chooses one
+# itself. Set `interface` where /etc/hosts maps the host name to 127.0.1.1, as on Debian: other machines cannot connect
+# to this address.
 if [[ -n $interface ]]; then
     export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
 fi
 
-# torchrun sets RANK and WORLD_SIZE again, now counting processes. No --max-restarts: with fixed machines, the other
-# torchruns do not notice a restart. If a process fails, all end, and the job can be started again with --resume.
+# torchrun sets RANK and WORLD_SIZE again, now counting processes.
+# No --max-restarts: torchrun could restart its own processes only; the processes on the other machines would not
+# restart with them. If a process fails, everything exits, and you can start the job again with --resume.
 exec torchrun --nnodes="$WORLD_SIZE" --node-rank="$RANK" --nproc-per-node="$processes" \
     --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" "$@"
