@@ -70,6 +70,8 @@ def main(args):
     options["pin_memory"] = d.device.type == "cuda"
     sampler = DistributedSampler(train_set, d.world_size, d.rank, seed=args.seed)
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
+    if not len(train_loader):
+        raise ValueError(f"--batch-size {args.batch_size}: expected at most the {len(train_set)} training examples")
     # Every example counts once: DistributedSampler would repeat some if the processes do not divide their number.
     val_loader, test_loader = (
         DataLoader(Subset(part, range(d.rank, len(part), d.world_size)), **options) for part in (val_set, test_set)

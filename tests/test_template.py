@@ -115,6 +115,12 @@ def test_a_batch_that_the_processes_cannot_share_is_named(project):
     )
 
 
+def test_a_batch_larger_than_the_training_set_is_named(project):
+    assert "--batch-size 10001: expected at most the 10000 training examples" in run(
+        project, sys.executable, "train.py", "--batch-size", 10001, code=1
+    )
+
+
 @pytest.mark.slow
 def test_the_template_runs_under_srun_and_the_old_launcher(project, slurm):
     end = slurm.run("srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1", "python", project / "train.py",
