@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the notebooks import tools too
 
 from tools import records  # noqa: E402
+from tools.book import chinese_figures  # noqa: E402
 from tools.records import RecordError, group, published, select  # noqa: E402, F401
 
 OURS = "amd-epyc-2-cores"  # the machine of the figures in docs/, as in the Makefile
@@ -147,9 +148,11 @@ def save(fig, name):
         if not ax.get_xlabel() or not (ax.get_ylabel() or isinstance(ax.yaxis.get_major_locator(), FixedLocator)):
             raise RecordError(f"{name}: axes {k} ({ax.get_title()!r}) has an axis without a name")
     FIGURES.mkdir(parents=True, exist_ok=True)
-    path = FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png")
-    fig.savefig(path, metadata={"Software": None, "Source": fingerprint(name)})
-    print(f"figure: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}, made from {fingerprint(name)}")
+    path, source = FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png"), fingerprint(name)
+    fig.savefig(path, metadata={"Software": None, "Source": source})
+    print(f"figure: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}, made from {source}")
+    if path.parent == ROOT / "docs/figures" and MACHINE == OURS:
+        chinese_figures.save(fig, name, source)
 
 
 def fingerprint(name):

@@ -25,10 +25,15 @@ from torch.distributed.run import get_args_parser
 from imagenet.signals import EXIT_REQUEUE
 from tools import steps
 from tools.book import book, words
+from tools.book.pages import chinese_pages
 from tools.records import records
 
 PAGES = book.pages()
 FENCE = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+
+
+def relative(page):
+    return str(page.relative_to(ROOT))
 
 
 class Command(NamedTuple):
@@ -78,15 +83,17 @@ def test_no_block_of_commands_is_overlooked():
 # What a page shows of the repository
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *chinese_pages()], ids=relative)
 def test_what_a_page_shows_of_code_and_results_is_fresh(page):
-    assert book.render(page.read_text()) == page.read_text(), "stale: python tools/book/book.py"
+    fresh = book.render(page.read_text(), chinese=page in chinese_pages())
+    assert fresh == page.read_text(), "stale: python tools/book/book.py"
 
 
 def test_a_stale_page_is_named(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- diff: 05 -->\n\nold\n\n<!-- end -->\n")
     monkeypatch.setattr(book, "pages", lambda: [page])
+    monkeypatch.setattr(book, "chinese_pages", list)
     monkeypatch.setattr(book, "ROOT", tmp_path)
     monkeypatch.setattr(book, "script", lambda number: "05_mnmc_ddp_slurm.py")
     monkeypatch.setattr("sys.argv", ["book.py", "--check"])
@@ -146,7 +153,7 @@ def anchors(page):
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *chinese_pages()], ids=relative)
 def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

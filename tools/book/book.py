@@ -4,8 +4,8 @@
     python tools/book/book.py --check     name the stale pages and exit with 1
     python tools/book/book.py --record    first run the commands whose output is shown but not recorded
 
-The pages are README.md, CONTRIBUTING.md and docs/*.md. The text between <!-- KIND: ARGUMENT --> and <!-- end --> is
-generated:
+The pages are README.md, CONTRIBUTING.md, docs/*.md and their Chinese translations. The text between <!-- KIND: ARGUMENT
+--> and <!-- end --> is generated:
 
     table: NAME         a table from tools/book/tables.py
     diff: 03            the diff between 03 and its parent
@@ -28,31 +28,43 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools import steps
+from tools.book.pages import BLOCK, chinese_pages, pages
+from tools.book.phrases import Phrases
 from tools.book.tables import TABLES
 from tools.records import RESULTS, ROOT, hardware, records
-
-BLOCK = re.compile(r"^(<!-- (\w+): (.+?) -->\n)(.*?)^(<!-- end -->)$", re.M | re.S)
 
 
 class BookError(ValueError):
     """A block cannot be generated. The message says why and what to do."""
 
 
-def pages():
-    """Return the files of the book."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def render(text):
-    """Return the text of a page with all blocks generated again."""
+def render(text, chinese=False):
+    """Return the text of a page with all blocks generated again, for a Chinese page with Chinese words."""
 
     def fill(match):
         begin, kind, argument, _, end = match.groups()
         if kind not in KINDS:
             raise BookError(f"<!-- {kind}: {argument} -->: expected one of {', '.join(KINDS)}")
-        return f"{begin}\n{KINDS[kind](argument)}\n\n{end}"
+        block = KINDS[kind](argument)
+        return f"{begin}\n{translated(block) if chinese else block}\n\n{end}"
 
     return BLOCK.sub(fill, text)
+
+
+def translated(block):
+    """Return a block with the words outside code in Chinese: the cells of tables, and lines above or below them.
+
+    The Chinese pages are one folder deeper than docs/.
+    """
+    words, lines, code = Phrases(ROOT / "docs/zh/tables.json"), [], False
+    for line in block.splitlines():
+        code ^= line.startswith("```")
+        if line and not code and not line.startswith("```"):
+            cells = re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |"))
+            cells = [cell if re.fullmatch(r"[-:]+", cell) else words.translate(cell) for cell in cells]
+            line = f"| {' | '.join(cells)} |" if line.startswith("|") else cells[0]
+        lines.append(line)
+    return "\n".join(lines).replace("](../", "](../../")
 
 
 def table(name):
@@ -160,10 +172,10 @@ def main(args):
         recorded = {r["command"] for r in records("output")}
         record([command for command in shown_commands() if command not in recorded])
     stale = []
-    for page in pages():
+    for page in [*pages(), *(page for page in chinese_pages() if page.exists())]:
         name, text = str(page.relative_to(ROOT)), page.read_text()
         try:
-            fresh = render(text)
+            fresh = render(text, page in chinese_pages())
         except ValueError as error:  # BookError, RecordError, or a section that a script lacks
             stale.append(f"{name}: {error}")
             continue

@@ -23,6 +23,7 @@ import matplotlib.pyplot as plt
 from charts import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 from tools import records
+from tools.book import chinese_figures
 from tools.book.step_model import Step, ring_seconds, step_seconds
 
 FIGURES = ROOT / "docs/figures"
@@ -294,15 +295,8 @@ def draw_trace():
     fig, ax = canvas(7.5, 1.5)
     left, right = 0.95, 7.35
     scale = (right - left) / spans["optimizer"][0][1]
-    text(
-        ax,
-        left,
-        0.15,
-        f"{records.hardware(record)}, {record['world_size']} processes, one run",
-        9,
-        ha="left",
-        color=GREY,
-    )
+    caption = f"{records.hardware(record)}, {record['world_size']} processes, one run"
+    text(ax, left, 0.15, caption, 9, ha="left", color=GREY)
     for y, lane in ((0.35, "compute"), (0.8, "all-reduce")):
         ax.add_patch(Rectangle((left, y), right - left, 0.38, facecolor=PALE))
         text(ax, left - 0.08, y + 0.19, lane, 9.5, ha="right", color=GREY)
@@ -331,9 +325,11 @@ def fingerprint():
 
 
 def main():
+    plt.rcParams["figure.constrained_layout.use"] = False  # charts sets it; after savefig() it would hold here too
     for name, draw in PICTURES.items():
         fig = draw()
         fig.savefig(FIGURES / f"{name}.png", metadata={"Software": None, "Source": fingerprint()})
+        chinese_figures.save(fig, name, fingerprint())
         plt.close(fig)
         print(f"picture: docs/figures/{name}.png")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.book.book import BLOCK, pages
+from tools.book.pages import BLOCK, pages
 from tools.records import ROOT
 
 UNITS = "process|rank|GPU|device|core|worker|machine|host|node|step|epoch|second|class"

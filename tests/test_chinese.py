@@ -1,0 +1,150 @@
+"""The Chinese edition: that it is in step with the English one, and that the check notices when it is not."""
+
+import json
+import re
+
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+from tools.book import chinese, chinese_figures
+from tools.book.pages import chinese_page, pages
+from tools.book.phrases import PhraseError, Phrases
+
+ENGLISH = """\
+# Ranks
+
+A rank is a number. See [the ring](concepts.md#the-ring-all-reduce-and-what-it-costs) and `--lr`.
+
+- **First**, this.
+- Then that.
+
+| flag | use |
+| --- | --- |
+| `--lr` | learning rate |
+
+```sh
+python 01_snsc.py
+```
+"""
+RING = chinese.slugs(chinese_page(ROOT / "docs/concepts.md"))[5]
+CHINESE = f"""\
+# 编号
+
+rank 是一个编号。见 [环](concepts.md#{RING}) 和 `--lr`。
+
+- **首先**，这样。
+- 然后那样。
+
+| 参数 | 用途 |
+| --- | --- |
+| `--lr` | 学习率 |
+
+```sh
+python 01_snsc.py
+```
+"""
+
+
+@pytest.fixture
+def edition(monkeypatch, tmp_path):
+    """A function (English, Chinese) -> problems, for two pages whose translation was looked at in the form above."""
+    page, there = ROOT / "docs/01_snsc.md", chinese_page(ROOT / "docs/01_snsc.md")
+    hashes = {
+        str(there.relative_to(ROOT)): [chinese.digest(p) for p in chinese.passages(ENGLISH) if chinese.is_prose(p)]
+    }
+    read = chinese.read
+
+    def problems(english=ENGLISH, translation=CHINESE):
+        texts = {page: english, there: translation}
+        monkeypatch.setattr(chinese, "read", lambda path: texts[path] if path in texts else read(path))
+        return chinese.check(page, hashes)
+
+    return problems
+
+
+def test_the_edition_is_in_step():
+    hashes = chinese.load_hashes()
+    assert not [line for page in chinese.english_pages() for line in chinese.check(page, hashes)]
+
+
+def test_pages_that_agree_have_no_problem(edition):
+    assert edition() == []
+
+
+def test_a_changed_english_sentence_names_its_chinese_passage(edition):
+    changed = ENGLISH.replace("Then that.", "Then something else.")
+    first, hint = edition(english=changed)
+    assert first == "docs/zh/01_snsc.md:6: is stale: docs/01_snsc.md:6: 'Then something else.'"
+    assert hint.endswith("python tools/book/chinese.py --done docs/zh/01_snsc.md")
+
+
+def test_a_new_english_passage_names_where_it_stands(edition):
+    lines = edition(english=ENGLISH.replace("- Then that.", "- Then that.\n- At last this."))
+    assert any(
+        "has before it a passage that is not translated: docs/01_snsc.md:7: 'At last this.'" in line for line in lines
+    ), lines
+    assert any("expected ul/li/p as at docs/01_snsc.md:7" in line for line in lines), lines
+
+
+def test_a_removed_english_passage_names_the_translation_that_is_left(edition):
+    lines = edition(english=ENGLISH.replace("- Then that.\n", ""))
+    assert any(re.match(r"docs/zh/01_snsc.md:6: its English passage was removed", line) for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("`--lr`。", "`--lrate`。", "code: without --lr, with --lrate"),
+        (f"#{RING}", "", "links: without docs/zh/concepts.md heading 5"),
+        ("python 01_snsc.py", "python 02_snmc_dp.py", "its code or comment differs"),
+        ("**首先**", "首先", "bold: without words"),
+        ("## ", "# ", None),
+        ("- 然后那样。\n", "", "expected ul/li/p"),
+        ("| `--lr` | 学习率 |\n", "", "expected tr"),
+    ],
+)
+def test_a_translation_that_lost_something_is_named(edition, old, new, expected):
+    if expected is None:
+        assert edition(translation=CHINESE.replace("# 编号", "## 编号"))
+        return
+    assert old in CHINESE
+    lines = edition(translation=CHINESE.replace(old, new, 1))
+    assert any(expected in line for line in lines), lines
+
+
+def test_done_notes_the_passages_and_shows_the_new_ones(monkeypatch, tmp_path, capsys):
+    page = ROOT / "docs/zh/template.md"
+    monkeypatch.setattr(chinese, "HASHES", tmp_path / "in_step.json")
+    chinese.done(page)
+    noted = json.loads((tmp_path / "in_step.json").read_text())
+    assert noted == {"docs/zh/template.md": chinese.load_hashes()["docs/zh/template.md"]}
+    shown = capsys.readouterr().out
+    assert "docs/zh/template.md:1" in shown and "The template" in shown and "模板" in shown
+    chinese.done(page)
+    assert capsys.readouterr().out == ""
+
+
+def test_no_english_sentence_was_left_in_a_chinese_page():
+    for page in map(chinese_page, pages()):
+        for passage in chinese.passages(page.read_text()):
+            if chinese.is_prose(passage) and not passage.kind.startswith("h"):
+                plain = re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+|<[^>]+>", "", passage.text)
+                assert not re.search(r"(\b[a-z]+\b[ ,]+){8}", plain), f"{page.name}:{passage.line}: {plain}"
+
+
+def test_words_without_a_translation_are_named(tmp_path):
+    file = ROOT / "docs/zh/tables.json"
+    assert (
+        Phrases(file).translate("`--lr`") == "`--lr`"
+        and Phrases(file).translate("1.5 (1.0 to 2.0)") == "1.5（1.0 至 2.0）"
+    )
+    with pytest.raises(PhraseError, match=r"no Chinese for 'a new heading': add it to docs/zh/tables\.json"):
+        Phrases(file).translate("a new heading")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/figures").glob("*.png")), ids=lambda path: path.stem)
+def test_a_chinese_figure_is_drawn_from_what_the_english_one_is_drawn_from(path):
+    source = chinese_figures.source(Image.open(path).text["Source"])
+    there = Image.open(ROOT / "docs/figures/zh" / path.name).text["Source"]
+    assert there == source, f"docs/figures/zh/{path.name} is stale: make charts; python tools/book/pictures.py"

@@ -1,0 +1,282 @@
+"""Keep the Chinese edition in step with the English one.
+
+    python tools/book/chinese.py               name each Chinese passage that is stale or differs, and exit with 1
+    python tools/book/chinese.py --done FILE   after you have looked: print and note the passages of a Chinese page
+
+A passage is a heading, a paragraph, a list item or a row of a table. Each English passage has one Chinese passage, in
+the same order, with the same code, numbers, links and pictures. Code blocks are equal; generated blocks come from the
+same source. docs/zh/in_step.json holds a hash of each English passage as it was when its translation was last looked
+at. The words of generated tables and of pictures are in docs/zh/tables.json and docs/zh/labels.json.
+"""
+
+import argparse
+import base64
+import functools
+import hashlib
+import itertools
+import json
+import os
+import re
+import sys
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import NamedTuple
+
+from markdown_it import MarkdownIt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.book.pages import BLOCK, chinese_page, notebooks, pages
+from tools.records import ROOT
+
+HASHES, FIGURES = ROOT / "docs/zh/in_step.json", ROOT / "docs/figures"
+CELL = "<!-- cell: {} -->"  # stands before the text of each Markdown cell of a notebook
+
+
+def english_pages():
+    return [*pages(), *notebooks()]
+
+
+# Passages
+
+
+class Passage(NamedTuple):
+    """kind: the element and the lists it stands in, such as "li/p" or "h2"; line: its first line, from 1."""
+
+    kind: str
+    text: str
+    line: int
+
+
+@functools.cache
+def passages(text):
+    """Return the passages and code blocks of a page. A generated block counts as its first line."""
+
+    def keep_lines(match):
+        return match[1] + re.sub(r".+", "", match[4]) + match[5]
+
+    found, around, line = [], [], 0
+    for token in MarkdownIt("commonmark").enable("table").parse(BLOCK.sub(keep_lines, text)):
+        line = token.map[0] + 1 if token.map else line
+        if token.nesting == 1:
+            around.append(token.tag)
+            if token.tag == "tr":
+                found.append(Passage("tr", "", line))
+        elif token.nesting == -1:
+            around.pop()
+        elif token.type == "inline" and found and found[-1].kind == "tr" and "tr" in around:
+            found[-1] = found[-1]._replace(text=f"{found[-1].text} | {token.content}")
+        elif token.type in ("inline", "fence", "code_block", "html_block"):
+            kind = "/".join(around) if token.type == "inline" else token.type
+            found.append(Passage(kind, f"{token.info}{token.content}".strip(), line))
+    return found
+
+
+def read(page):
+    """Return the text of a page; of a notebook, its Markdown cells."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    cells = [cell for cell in json.loads(page.read_text())["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join(f"{CELL.format(cell['id'])}\n\n{''.join(cell['source'])}" for cell in cells) + "\n"
+
+
+def is_prose(passage):
+    return passage.kind not in ("fence", "code_block", "html_block") or "<summary>" in passage.text
+
+
+def digest(passage):
+    """Return a hash of the words of a passage. Line breaks do not count."""
+    return hashlib.sha256(" ".join(passage.text.split()).encode()).hexdigest()[:8]
+
+
+# What must be equal in both languages
+
+
+def slugs(page):
+    """Return the anchors that a code host makes of the headings of a page."""
+    found = []
+    for passage in passages(read(page)):
+        if re.fullmatch(r"h\d", passage.kind):
+            heading = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", passage.text).lower()
+            slug = re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+            found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
+    return found
+
+
+def target(link, page):
+    """Return the file to which a link on a page leads, and the number of the heading there, or None."""
+    file, _, anchor = link.partition("#")
+    path = Path(os.path.normpath(page.parent / file)) if file else page
+    if path.suffix != ".md" or not anchor:
+        return path, None
+    return path, slugs(path).index(anchor) if path.exists() and anchor in slugs(path) else anchor
+
+
+def translated_target(link, page):
+    """Return where the translation of a link on an English page should lead: to a Chinese page or picture, if any."""
+    path, heading = target(link, page)
+    if path == chinese_page(page):
+        return page, None  # a link to the translation leads back from there
+    if path in pages():
+        return chinese_page(path), heading
+    return (path.parent / "zh" / path.name if path.parent == FIGURES else path), heading
+
+
+def contents(passage, find_target, page):
+    """Return what a translation keeps: {"code": names in backquotes, "links": where the links lead, "bold": any?}."""
+    text = " ".join(passage.text.split())
+    links = {link if "://" in link else find_target(link, page) for link in re.findall(r"\]\(([^)\s]+)\)", text)}
+    names = {link if isinstance(link, str) else name_of(*link) for link in links}
+    return {"code": set(re.findall(r"`([^`]+)`", text)), "links": names, "bold": {"words"} if "**" in text else set()}
+
+
+def name_of(path, heading):
+    return str(path.relative_to(ROOT)) + ("" if heading is None else f" heading {heading}")
+
+
+def differences(english, chinese, page):
+    """Return how the contents of a passage of an English page and of its translation differ, one line for each kind."""
+    if not is_prose(english):
+        return [] if english.text == chinese.text else ["its code or comment differs"]
+    there = page if page.suffix == ".ipynb" else chinese_page(page)  # the text of a notebook is shown in the notebook
+    expected, given = contents(english, translated_target, page), contents(chinese, target, there)
+    return [
+        f"{kind}: without {list_of(expected[kind] - given[kind])}, with {list_of(given[kind] - expected[kind])}"
+        for kind in expected
+        if expected[kind] != given[kind]
+    ]
+
+
+def list_of(names):
+    return ", ".join(sorted(names)) or "nothing"
+
+
+# The check
+
+
+def check(page, hashes):
+    """Return a line for each passage of an English page whose translation is missing, different or stale.
+
+    Args:
+        page: path of an English page or a notebook.
+        hashes: {Chinese page: hashes of the English passages that were looked at}.
+    """
+    there = chinese_page(page)
+    if not there.exists():
+        return [f"{page.relative_to(ROOT)}: no Chinese page {there.relative_to(ROOT)}"]
+    english, chinese = passages(read(page)), passages(read(there))
+    return stale(page, english, chinese, hashes) + (
+        structure(page, english, chinese)
+        or [
+            f"{place(there, b)}: {problem} ({place(page, a)})"
+            for a, b in zip(english, chinese, strict=True)
+            for problem in differences(a, b, page)
+        ]
+    )
+
+
+def place(page, passage):
+    return f"{page.relative_to(ROOT)}:{passage.line}"
+
+
+def start_of(passage):
+    return repr(" ".join(passage.text.split())[:60])
+
+
+def structure(page, english, chinese):
+    """Return a line for the first passage that is of another kind than its translation. Empty if there is none."""
+    end = Passage("end of the page", "", english[-1].line)
+    for a, b in itertools.zip_longest(english, chinese, fillvalue=end):
+        if a.kind != b.kind:
+            expected = f"expected {a.kind} as at {place(page, a)}: {start_of(a)}"
+            return [f"{place(chinese_page(page), b)}: {b.kind}, {expected}"]
+    return []
+
+
+def stale(page, english, chinese, hashes):
+    """Return a line for each English passage that changed since its translation was looked at."""
+    there = chinese_page(page)
+    name = str(there.relative_to(ROOT))
+    english, chinese = ([p for p in some if is_prose(p)] for some in (english, chinese))
+    noted, now, found = hashes.get(name, []), [digest(p) for p in english], []
+    if not noted:
+        return [f"{name}: nobody has looked at it: python tools/book/chinese.py --done {name}"]
+    for change, i, i_end, j, j_end in SequenceMatcher(None, noted, now, autojunk=False).get_opcodes():
+        for k in range(max(i_end - i, j_end - j)) if change != "equal" else ():
+            b = chinese[min(i + k, max(i, i_end - 1), len(chinese) - 1)]
+            if j + k == j_end:
+                found.append(f"{place(there, b)}: its English passage was removed from {page.relative_to(ROOT)}")
+                break
+            what = "is stale" if i + k < i_end else "has before it a passage that is not translated"
+            found.append(f"{place(there, b)}: {what}: {place(page, english[j + k])}: {start_of(english[j + k])}")
+    return (
+        [*found, f"{name}: translate these passages, then: python tools/book/chinese.py --done {name}"] if found else []
+    )
+
+
+def load_hashes():
+    return json.loads(HASHES.read_text()) if HASHES.exists() else {}
+
+
+def done(path):
+    """Note that the translation of each passage of a Chinese page was looked at, and print the new ones."""
+    there = path.resolve()
+    page = next((page for page in english_pages() if chinese_page(page) == there), None)
+    if page is None:
+        sys.exit(f"chinese.py: error: {path}: expected a Chinese page, such as docs/zh/01_snsc.md")
+    english, chinese = passages(read(page)), passages(read(there))
+    if problems := structure(page, english, chinese):
+        sys.exit(f"chinese.py: error: {problems[0]}")
+    hashes, name = load_hashes(), str(there.relative_to(ROOT))
+    noted, pairs = hashes.get(name, []), [pair for pair in zip(english, chinese, strict=True) if is_prose(pair[0])]
+    for a, b in pairs:
+        if digest(a) not in noted:
+            print(f"{place(there, b)}\n  {' '.join(a.text.split())}\n  {b.text}")
+    hashes[name] = [digest(a) for a, _ in pairs]
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(hashes[name])}" for name in sorted(hashes))
+    HASHES.write_text(f"{{\n{lines}\n}}\n")
+
+
+# Notebooks
+
+
+def translate_notebook(text, name):
+    """Return the JSON of a notebook with the words of docs/zh/notebooks/NAME.md and Chinese charts.
+
+    The code and the numbers stay.
+    """
+    parts = re.split(rf"^{CELL.format('(.+?)')}\n", read(ROOT / f"docs/zh/notebooks/{name}.md"), flags=re.M)[1:]
+    words = dict(zip(parts[::2], parts[1::2], strict=True))
+    notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = words[cell["id"]].strip()
+            continue
+        saved = re.search(r'charts\.save\(fig, "(\w+)"\)', "".join(cell["source"]))
+        for output in cell["outputs"]:
+            if saved and "image/png" in output.get("data", {}):
+                picture = (FIGURES / f"zh/{saved[1]}.png").read_bytes()
+                output["data"]["image/png"] = base64.b64encode(picture).decode()
+    return json.dumps(notebook)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--done", type=Path, metavar="FILE", help="a Chinese page whose passages were looked at")
+    return parser.parse_args()
+
+
+def main(args):
+    if args.done:
+        done(args.done)
+        return 0
+    hashes = load_hashes()
+    found = [line for page in english_pages() for line in check(page, hashes)]
+    print(*found, sep="\n", end="\n" if found else "")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse_args()))

@@ -1,0 +1,49 @@
+"""Draw the figures of docs/ a second time, with the Chinese words of docs/zh/labels.json, into docs/figures/zh/."""
+
+import hashlib
+from pathlib import Path
+
+from matplotlib import font_manager, rcParams
+from matplotlib.text import Text
+from matplotlib.ticker import FixedFormatter
+
+from tools.book.phrases import Phrases
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ROOT / "docs/figures/zh"
+LABELS = ROOT / "docs/zh/labels.json"
+FONT = "WenQuanYi Micro Hei"  # wqy-microhei.ttc
+
+
+def save(fig, name, english):
+    """Translate the words of a figure in place and write it to docs/figures/zh/NAME.png.
+
+    Args:
+        fig: matplotlib figure, already saved in English.
+        english: hash of the sources of the English figure.
+
+    Raises:
+        PhraseError: docs/zh/labels.json lacks a word of the figure.
+    """
+    file = next((path for path in font_manager.findSystemFonts() if Path(path).name == "wqy-microhei.ttc"), None)
+    if file is None:
+        print(f"no Chinese figure: the font {FONT} is not installed: apt-get install fonts-wqy-microhei")
+        return
+    font_manager.fontManager.addfont(file)  # matplotlib's own list of fonts may be older than the font
+    labels = Phrases(LABELS)
+    for axis in (axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)):
+        if isinstance(axis.get_major_formatter(), FixedFormatter):  # it sets the words of its ticks when it draws
+            axis.set_ticks(
+                axis.get_majorticklocs(), [labels.translate(text.get_text()) for text in axis.get_ticklabels()]
+            )
+    for artist in fig.findobj(Text):
+        if artist.get_text().strip():
+            artist.set_text(labels.translate(artist.get_text()))
+        artist.set_fontfamily([*rcParams["font.family"], FONT])
+    FIGURES.mkdir(exist_ok=True)
+    fig.savefig(FIGURES / f"{name}.png", metadata={"Software": None, "Source": source(english)})
+
+
+def source(english):
+    """Return the hash of the sources of a Chinese figure. A figure with a different hash is stale."""
+    return hashlib.sha256(english.encode() + LABELS.read_bytes()).hexdigest()[:16]
