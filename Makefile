@@ -6,10 +6,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 OURS := amd-epyc-2-cores
 MACHINE ?= $(OURS)
-# Two files of tests at a time. A thread that waits must not spin on a core that the other file needs.
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n 2 --dist loadfile
+# Several files of tests at a time. A thread that waits must not spin on a core that another file needs.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest --dist loadfile
 
-.PHONY: help demo test test-all test-oldest gpu lint charts clean
+.PHONY: help demo test test-all test-oldest gpu lint charts site clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -26,11 +26,11 @@ demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: two to six minutes on 
 	@echo "      docs/01_snsc.md                           what happened, and what to read next"
 
 test: $(VENV)/ready-dev  ## run the quick tests: about five minutes on two cores
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -n 2 -m "not slow"
 	@echo "The quick tests have passed. The slow ones too, which take half an hour: make test-all"
 
-test-all: test  ## run the quick tests, then the slow ones: half an hour on two cores
-	$(PYTEST) -m slow
+test-all: test $(VENV)/ready-site  ## run the quick tests, then the slow ones: half an hour on two cores
+	$(PYTEST) -n 3 -m slow
 
 test-oldest:  ## run the quick tests with the oldest torch that is supported, 2.9, in .venv-oldest
 	$(MAKE) --no-print-directory VENV=.venv-oldest TORCH="torch==2.9.* torchvision==0.24.*" test
@@ -38,10 +38,11 @@ test-oldest:  ## run the quick tests with the oldest torch that is supported, 2.
 gpu:  ## prove and measure all on NVIDIA GPUs: 40 minutes in parts, installs nothing; PYTHON=... if not in .venv
 	$(if $(filter file,$(origin PYTHON)),$(RUN),$(PYTHON)) tools/gpu.py
 
-lint: $(VENV)/ready-dev  ## check style, formatting, and words that the book avoids
+lint: $(VENV)/ready-dev  ## check style, formatting, words that the book avoids, and stale Chinese passages
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(RUN) tools/book/words.py
+	$(RUN) tools/book/chinese.py
 
 # The notebooks in the repository hold the charts of the docs. Those of other machines are written to .venv/charts/.
 EXECUTED := $(if $(FIGURES)$(filter-out $(OURS),$(MACHINE)),$(VENV)/charts,notebooks)
@@ -56,8 +57,17 @@ charts: $(VENV)/ready  ## redraw docs/figures/ and notebooks/ from results/; for
 		fi; \
 	done; [ "$$drawn" ] || { echo "make: nothing in results/ for MACHINE=$(MACHINE)" >&2; exit 2; }
 
-clean:  ## remove .venv and caches; data/ and results/ stay
-	rm -rf $(VENV) .venv-oldest .pytest_cache .ruff_cache
+SITE := site
+SPHINX := $(RUN) -m sphinx -q -W --keep-going -E -c tools/site -d $(VENV)/doctrees
+
+site: $(VENV)/ready-site  ## build the book as a site in site/, in English and Chinese: open site/index.html
+	rm -rf $(SITE)
+	SITE_LANGUAGE=en $(SPHINX)-en . $(SITE)
+	SITE_LANGUAGE=zh $(SPHINX)-zh . $(SITE)/zh
+	@echo "The site is in $(SITE)/: open $(SITE)/index.html"
+
+clean:  ## remove .venv, site/ and caches; data/ and results/ stay
+	rm -rf $(VENV) .venv-oldest site .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './data/*' -prune -exec rm -rf {} +
 
 $(VENV)/ready: requirements.txt
@@ -67,6 +77,10 @@ $(VENV)/ready: requirements.txt
 
 $(VENV)/ready-dev: requirements-dev.txt $(VENV)/ready
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/ready-site: requirements-site.txt $(VENV)/ready-dev
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-site.txt
 	@touch $@
 
 VENV_PACKAGE = $(PYTHON) -c 'import sys; print("python3.%d-venv" % sys.version_info[1])'

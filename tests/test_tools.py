@@ -32,7 +32,7 @@ def make(*arguments, cwd=ROOT, env=None):
 
 def test_make_help_names_every_command():
     named = [line.split()[1] for line in make("help").stdout.splitlines()]
-    assert named == ["help", "demo", "test", "test-all", "test-oldest", "gpu", "lint", "charts", "clean"]
+    assert named == ["help", "demo", "test", "test-all", "test-oldest", "gpu", "lint", "charts", "site", "clean"]
 
 
 def fake_python(folder, body):
