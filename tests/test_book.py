@@ -25,6 +25,7 @@ from torch.distributed.run import get_args_parser
 from imagenet.signals import EXIT_REQUEUE
 from tools import steps
 from tools.book import book, words
+from tools.book.chinese import slugs
 from tools.book.pages import chinese_pages
 from tools.records import records
 
@@ -144,15 +145,6 @@ def test_the_ten_questions_have_a_section_each_and_the_contents_lead_there():
 # Links and flags
 
 
-def anchors(page):
-    """The anchors that a code host makes of a page's headings."""
-    found = []
-    for heading in re.findall(r"^#+ +(.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M):
-        plain = re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower()).replace(" ", "-")
-        found.append(f"{plain}-{found.count(plain)}" if plain in found else plain)
-    return found
-
-
 @pytest.mark.parametrize("page", [*PAGES, *chinese_pages()], ids=relative)
 def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
@@ -163,7 +155,7 @@ def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
         there = (page.parent / file).resolve() if file else page
         assert there.exists(), f"{page.name}: {target}"
         assert there.is_relative_to(ROOT), f"{page.name}: {target} leads out of the repository"
-        assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
+        assert not anchor or anchor in slugs(there), f"{page.name}: {target}"
 
 
 PROGRAMS = ("srun", "sbatch", "salloc", "scancel", "squeue", "sinfo", "mpirun")

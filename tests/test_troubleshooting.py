@@ -136,22 +136,6 @@ def test_every_test_that_an_entry_names_exists_and_every_provoked_entry_names_it
         assert set(PROVOKED.get(number, [])) <= named, f"entry {number}"
 
 
-def anchors(path):
-    """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
-    headings = re.findall(r"^#+ (.*)$", text, re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_every_link_within_the_page_and_to_a_file_leads_somewhere():
-    for target in re.findall(r"\]\(([^)\s]+)\)", one_line(PAGE.read_text())):
-        if target.startswith("https://"):
-            continue
-        file, _, anchor = target.partition("#")
-        assert (PAGE.parent / file).exists(), target
-        assert not anchor or file or anchor in anchors(PAGE), target
-
-
 def test_the_index_leads_to_every_entry():
     index = PAGE.read_text().partition("## Find it by what you see")[2].partition("\n## ")[0]
     assert {int(n) for n in re.findall(r"\| \[(\d+)\]\(#\1-", index)} == set(ENTRIES)

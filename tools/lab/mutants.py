@@ -337,6 +337,8 @@ MUTANTS = [
          "tests/test_template.py -k counts_once"),
         ("        if epoch + 1 == args.epochs or (args", "        if (args", "the last epoch is saved",
          "tests/test_template.py -k counts_once"),
+        ("    if not len(train_loader):", "    if False:", "no training without a batch",
+         "tests/test_template.py -k larger_than"),
         ("if accuracy > best:", "if accuracy < best:", "best.pt is the best",
          "tests/test_template.py -k two_processes"),
     ),

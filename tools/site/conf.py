@@ -31,6 +31,7 @@ copyright = "the authors; MIT licence"
 language = "zh_CN" if CHINESE else "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+smartquotes = False  # -- is a flag
 nb_execution_mode = "off"  # the notebooks are stored with their charts
 myst_heading_anchors = 6
 exclude_patterns = [".*", "data", "site", "checkpoints", "results/.*"]  # folders that are not searched for pages
