@@ -14,7 +14,7 @@ from tools.book.phrases import PhraseError, Phrases
 ENGLISH = """\
 # Ranks
 
-A rank is a number. See [the ring](concepts.md#the-ring-all-reduce-and-what-it-costs) and `--lr`.
+A rank is one of 3 numbers. See [the ring](concepts.md#the-ring-all-reduce-and-what-it-costs) and `--lr`.
 
 - **First**, this.
 - Then that.
@@ -31,7 +31,7 @@ RING = chinese.slugs(chinese_page(ROOT / "docs/concepts.md"))[5]
 CHINESE = f"""\
 # 编号
 
-rank 是一个编号。见 [环](concepts.md#{RING}) 和 `--lr`。
+rank 是编号，这里有 3 个进程。见 [环](concepts.md#{RING}) 和 `--lr`。
 
 - **首先**，这样。
 - 然后那样。
@@ -99,6 +99,7 @@ def test_a_removed_english_passage_names_the_translation_that_is_left(edition):
         (f"#{RING}", "", "links: without docs/zh/concepts.md heading 5"),
         ("python 01_snsc.py", "python 02_snmc_dp.py", "its code or comment differs"),
         ("**首先**", "首先", "bold: without words"),
+        ("3 个进程", "4 个进程", "numbers: without 3, with 4"),
         ("## ", "# ", None),
         ("- 然后那样。\n", "", "expected ul/li/p"),
         ("| `--lr` | 学习率 |\n", "", "expected tr"),

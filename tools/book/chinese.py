@@ -123,11 +123,20 @@ def translated_target(link, page):
 
 
 def contents(passage, find_target, page):
-    """Return what a translation keeps: {"code": names in backquotes, "links": where the links lead, "bold": any?}."""
+    """Return what a translation keeps: {"code": names in backquotes, "links": where they lead, "numbers", "bold"}.
+
+    Numbers of millions are left out: Chinese counts in ten thousands.
+    """
     text = " ".join(passage.text.split())
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)|TF32|[\d.]+ (million|万)", "", text)
     links = {link if "://" in link else find_target(link, page) for link in re.findall(r"\]\(([^)\s]+)\)", text)}
     names = {link if isinstance(link, str) else name_of(*link) for link in links}
-    return {"code": set(re.findall(r"`([^`]+)`", text)), "links": names, "bold": {"words"} if "**" in text else set()}
+    return {
+        "code": set(re.findall(r"`([^`]+)`", text)),
+        "links": names,
+        "numbers": set(re.findall(r"\d+(?:[.,]\d+)*", prose)),
+        "bold": {"words"} if "**" in text else set(),
+    }
 
 
 def name_of(path, heading):
