@@ -91,10 +91,11 @@ def test_no_page_has_an_error_a_broken_picture_or_sideways_scrolling(site, tab, 
         wide, broken, cut = page.evaluate("""() => [
             document.documentElement.scrollWidth - innerWidth,
             [...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
-            [...document.querySelectorAll("main pre, main table, main img")].filter(box => {
+            [...document.querySelectorAll("main pre, main table, main img, article p code")].filter(box => {
                 for (let parent = box; parent.tagName != "MAIN"; parent = parent.parentElement)
                     if (["auto", "scroll"].includes(getComputedStyle(parent).overflowX)) return false;
-                return box.getBoundingClientRect().right > innerWidth;
+                const room = box.closest("article").getBoundingClientRect();
+                return box.getBoundingClientRect().right > room.right + 1;
             }).map(box => box.textContent.slice(0, 40)),
         ]""")
         found += [f"{name}: {width} pixels: {what}" for what in (wide > 0 and f"{wide} too wide", broken, cut) if what]
