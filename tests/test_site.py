@@ -91,8 +91,8 @@ def test_no_page_has_an_error_a_broken_picture_or_sideways_scrolling(site, tab, 
         wide, broken, cut = page.evaluate("""() => [
             document.documentElement.scrollWidth - innerWidth,
             [...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
-            [...document.querySelectorAll("main pre, main table, main img, article p code")].filter(box => {
-                for (let parent = box; parent.tagName != "MAIN"; parent = parent.parentElement)
+            [...document.querySelectorAll("article pre, article table, article img, article p code")].filter(box => {
+                for (let parent = box; parent.tagName != "ARTICLE"; parent = parent.parentElement)
                     if (["auto", "scroll"].includes(getComputedStyle(parent).overflowX)) return false;
                 const room = box.closest("article").getBoundingClientRect();
                 return box.getBoundingClientRect().right > room.right + 1;
