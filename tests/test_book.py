@@ -462,7 +462,7 @@ def typed(text, folder, until=None):
     if signal_name:
         out = read_until(process, until)
         os.killpg(process.pid, getattr(signal, f"SIG{signal_name}"))
-    code, rest, err = finished(process, timeout=300)
+    code, rest, err = finished(process)
     return code, (out if signal_name else "") + rest, err
 
 

@@ -141,7 +141,7 @@ def test_on_two_machines_each_is_told_its_number(hosts, tmp_path):
     given = [*TEN_STEPS, "--checkpoints-path", tmp_path]
     second, first = (hosts.popen(k, ROOT / "launch/06_static.sh", k, *given, env=env) for k in (1, 0))
     for process in (first, second):
-        code, out, err = finished(process, timeout=300)
+        code, out, err = finished(process)
         assert code == 0, err
         assert ("world size 2 (1 on this machine)" in out) == (process is first)
     assert (tmp_path / "step-00000010.pt").exists()

@@ -265,7 +265,7 @@ def test_two_hosts_train_together_by_the_command_of_the_docstring(hosts, script,
     second = hosts.popen(1, *command_of(script, 1, small_folder), env=env)
     first = hosts.popen(0, *command_of(script, 0, small_folder), env=env)
     for process in (first, second):
-        code, out, err = finished(process, timeout=300)
+        code, out, err = finished(process)
         assert code == 0, err
         assert ("world size 4 (2 on this machine)" in out) == (process is first)
         assert ("done: test accuracy" in out) == (process is first)

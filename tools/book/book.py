@@ -171,11 +171,11 @@ def main(args):
     if args.record:
         recorded = {r["command"] for r in records("output")}
         record([command for command in shown_commands() if command not in recorded])
-    stale = []
-    for page in [*pages(), *(page for page in chinese_pages() if page.exists())]:
+    stale, translations = [], chinese_pages()
+    for page in [*pages(), *filter(Path.exists, translations)]:
         name, text = str(page.relative_to(ROOT)), page.read_text()
         try:
-            fresh = render(text, page in chinese_pages())
+            fresh = render(text, page in translations)
         except ValueError as error:  # BookError, RecordError, or a section that a script lacks
             stale.append(f"{name}: {error}")
             continue

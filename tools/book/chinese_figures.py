@@ -8,8 +8,8 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter
 
 from tools.book.phrases import Phrases
+from tools.records import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs/figures/zh"
 LABELS = ROOT / "docs/zh/labels.json"
 FONT = "WenQuanYi Micro Hei"  # wqy-microhei.ttc

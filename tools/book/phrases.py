@@ -2,9 +2,8 @@
 
 import json
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.records import ROOT
 
 
 class PhraseError(ValueError):
