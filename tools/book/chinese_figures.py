@@ -1,11 +1,13 @@
 """Draw the figures of docs/ a second time, with the Chinese words of docs/zh/labels.json, into docs/figures/zh/."""
 
 import hashlib
+import pickle
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 from matplotlib import font_manager, rcParams
 from matplotlib.text import Text
-from matplotlib.ticker import FixedFormatter
+from matplotlib.ticker import FixedLocator
 
 from tools.book.phrases import Phrases
 from tools.records import ROOT
@@ -16,7 +18,7 @@ FONT = "WenQuanYi Micro Hei"  # wqy-microhei.ttc
 
 
 def save(fig, name, english):
-    """Translate the words of a figure in place and write it to docs/figures/zh/NAME.png.
+    """Write a copy of a figure, with its words translated, to docs/figures/zh/NAME.png.
 
     Args:
         fig: matplotlib figure, already saved in English.
@@ -31,17 +33,20 @@ def save(fig, name, english):
         return
     font_manager.fontManager.addfont(file)  # matplotlib's own list of fonts may be older than the font
     labels = Phrases(LABELS)
-    for axis in (axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)):
-        if isinstance(axis.get_major_formatter(), FixedFormatter):  # it sets the words of its ticks when it draws
-            axis.set_ticks(
-                axis.get_majorticklocs(), [labels.translate(text.get_text()) for text in axis.get_ticklabels()]
-            )
+    fig = pickle.loads(pickle.dumps(fig))  # a notebook shows the English one after this
+    axes = [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]
+    fixed = [axis for axis in axes if isinstance(axis.get_major_locator(), FixedLocator)]
+    ticks = [[labels.translate(text.get_text()) for text in axis.get_ticklabels()] for axis in fixed]
     for artist in fig.findobj(Text):
         if artist.get_text().strip():
             artist.set_text(labels.translate(artist.get_text()))
+    for axis, names in zip(fixed, ticks, strict=True):  # an axis sets the words of its ticks when it draws
+        axis.set_ticks(axis.get_majorticklocs(), names)
+    for artist in fig.findobj(Text):
         artist.set_fontfamily([*rcParams["font.family"], FONT])
     FIGURES.mkdir(exist_ok=True)
     fig.savefig(FIGURES / f"{name}.png", metadata={"Software": None, "Source": source(english)})
+    plt.close(fig)
 
 
 def source(english):
