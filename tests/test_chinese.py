@@ -3,8 +3,9 @@
 import json
 import re
 
+import matplotlib.pyplot as plt
 import pytest
-from conftest import ROOT
+from conftest import ROOT, need
 from PIL import Image
 
 from tools.book import chinese, chinese_figures
@@ -149,3 +150,18 @@ def test_a_chinese_figure_is_drawn_from_what_the_english_one_is_drawn_from(path)
     source = chinese_figures.source(Image.open(path).text["Source"])
     there = Image.open(ROOT / "docs/figures/zh" / path.name).text["Source"]
     assert there == source, f"docs/figures/zh/{path.name} is stale: make charts; python tools/book/pictures.py"
+
+
+def test_a_figure_stays_english_when_its_chinese_copy_is_drawn(monkeypatch, tmp_path):
+    monkeypatch.setattr(chinese_figures, "FIGURES", tmp_path)
+    fig, ax = plt.subplots()
+    ax.barh([0], [1])
+    ax.set(xlabel="machines", ylabel="epoch")
+    ax.set_yticks([0], ["03, torchrun, 2 processes"])
+    fig.savefig(tmp_path / "english.png")
+    shown = plt.get_fignums()
+    chinese_figures.save(fig, "copy", "0")
+    need(None if (tmp_path / "copy.png").exists() else "not installed: the font of Chinese figures")
+    assert ax.get_xlabel() == "machines" and ax.get_yticklabels()[0].get_text() == "03, torchrun, 2 processes"
+    assert plt.get_fignums() == shown, "a notebook would show the copy"
+    plt.close(fig)
