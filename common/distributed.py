@@ -135,7 +135,7 @@ def cleaned_up():
         traceback.clear_frames(error.__traceback__)  # they hold the model, which holds the group
         raise
     finally:
-        gc.collect()  # DistributedDataParallel is part of a cycle, and gloo's threads end with the last reference to it
+        gc.collect()  # a model in a reference cycle holds the group, whose threads would outlive it
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -176,6 +176,7 @@ MUTANTS = [
         ('if store.add(f"claims to {claim}", 1) == 1:', 'if store.add(f"claims to {claim}", 1):',
          "a rank that is there twice is named", "tests/test_distributed.py -k twice"),
         ("    if found != job:\n", "    if False:\n", "two jobs do not merge", "tests/test_distributed.py -k merge"),
+        ("        gc.collect()", "        pass", "no thread outlives the group", "tests/test_launch.py -k no_thread"),
         ("PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500", "29500", "jobs get ports of their own",
          "tests/test_distributed.py -k recognised"),
         ("    _set_variables((rank, world_size, local_rank, local_world_size), address)\n", "",
