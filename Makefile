@@ -27,12 +27,12 @@ demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: two to six minutes on 
 
 test: $(VENV)/ready-dev  ## run the quick tests: about five minutes on two cores
 	$(PYTEST) -n 2 -m "not slow"
-	@echo "The quick tests have passed. The slow ones too, which take half an hour: make test-all"
+	@echo "The quick tests have passed. The slow ones too, which take 20 minutes: make test-all"
 
-test-all: test $(VENV)/ready-site  ## run the quick tests, then the slow ones: half an hour on two cores
+test-all: test $(VENV)/ready-site  ## run the quick tests, then the slow ones: 25 minutes on two cores
 	$(PYTEST) -n 3 -m slow
 
-test-oldest:  ## run the quick tests with the oldest torch that is supported, 2.9, in .venv-oldest
+test-oldest:  ## run the quick tests with torch 2.9, the oldest supported, in .venv-oldest; PYTHON=python3.10 too
 	$(MAKE) --no-print-directory VENV=.venv-oldest TORCH="torch==2.9.* torchvision==0.24.*" test
 
 gpu:  ## prove and measure all on NVIDIA GPUs: 40 minutes in parts, installs nothing; PYTHON=... if not in .venv
@@ -67,7 +67,7 @@ site: $(VENV)/ready-site  ## build the book as a site in site/, in English and C
 	@echo "The site is in $(SITE)/: open $(SITE)/index.html"
 
 clean:  ## remove .venv, site/ and caches; data/ and results/ stay
-	rm -rf $(VENV) .venv-oldest site .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-* site .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './data/*' -prune -exec rm -rf {} +
 
 $(VENV)/ready: requirements.txt
