@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import pytest
 from conftest import ROOT
 from images import write_images
 from PIL import Image
+from ranks import Ranks
 
 sys.path.insert(0, str(ROOT / "notebooks"))
 
@@ -57,10 +59,27 @@ def draw(monkeypatch, tmp_path, capsys):
     plt.close("all")
 
 
+def fork(command, folder):
+    """The records of a command of an experiment, as experiments.execute() returns them.
+
+    Its processes are forked, which spares the seconds of importing torch: test_experiments.py starts them as they are.
+    """
+    variables, program, *words = re.fullmatch(r"((?:\w+=\S+ )*)(python|torchrun) (.*)", command).groups()
+    words = shlex.split(*words)
+    launcher = [words.pop(0) for _ in range(2)] if program == "torchrun" else ["--nproc-per-node=1"]
+    assert launcher[-1].startswith("--nproc-per-node="), command
+    script, *given = words
+    log = folder / f"{len(list(folder.iterdir()))}.jsonl"
+    ranks = Ranks(folder, int(launcher[-1].partition("=")[2]), [*given, "--log-file", log], script=script,
+                  env=dict(word.split("=") for word in variables.split()))  # fmt: skip
+    assert set(ranks.wait()) == {0}, ranks.output()
+    return [record | {"command": command, "launch_seconds": 1.0} for record in records.read(log)]
+
+
 @pytest.fixture(scope="session")
 def fresh_results(tmp_path_factory):
     """The results of all experiments, run here and now with a small network and few images."""
-    folder = tmp_path_factory.mktemp("fresh")
+    runs, folder = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("fresh")
     write_images(folder, "train", (32, 32))
     write_images(folder, "test", (32, 32))
     given = ["--machine", "tiny", "--repeats", "1", "--data-dir", str(folder)]
@@ -69,6 +88,7 @@ def fresh_results(tmp_path_factory):
         patch.setattr(experiments, "RESULTS", folder / "results")
         patch.setattr(experiments, "SYNCBN_BATCHES", (2,))
         patch.setattr(experiments, "slurm_answers", lambda: False)
+        patch.setattr(experiments, "execute", lambda command: fork(command, runs))
         for name, more in (
             ("speed", [*small, "--processes", "2", "--limit", "256"]),
             ("syncbn", ["--processes", "2"]),
