@@ -6,6 +6,7 @@ decoded and cropped by loader processes: see folder.py.
 """
 
 import os
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +84,8 @@ def build_loader(dataset, args, sampler=None, *, train=False):
         sampler=sampler,
         drop_last=train and len(sampler) % args.batch_size == 1,  # batch norm cannot train on a single image
         num_workers=workers,
+        # Python 3.14 would start the workers from a server process: they would outlive a killed training.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         persistent_workers=train and workers > 0,
         pin_memory=torch.accelerator.is_available(),
         collate_fn=tuple if dataset.in_memory else None,  # __getitems__ has made a batch already

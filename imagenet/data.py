@@ -206,6 +206,8 @@ def build_loader(dataset, batches, workers, local_world_size):
         dataset,
         batch_sampler=batches,
         num_workers=workers,
+        # Python 3.14 would start the workers from a server process: they would outlive a killed training.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
         collate_fn=tuple,  # __getitems__ has made a batch already

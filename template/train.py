@@ -13,6 +13,7 @@ With --resume it continues after the last saved epoch. On several machines all m
 import argparse
 import math
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,8 @@ def main(args):
     train_set, val_set, test_set = build_datasets()
     options = {"batch_size": args.batch_size // d.world_size, "num_workers": args.workers}
     options["pin_memory"] = d.device.type == "cuda"
+    if args.workers and sys.platform == "linux":  # Python 3.14 would start workers that outlive a killed training
+        options["multiprocessing_context"] = "fork"
     sampler = DistributedSampler(train_set, d.world_size, d.rank, seed=args.seed)
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     if not len(train_loader):

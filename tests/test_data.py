@@ -1,9 +1,11 @@
 """Datasets, loaders and augmentation."""
 
+import contextlib
 import functools
 import gzip
 import hashlib
 import http.server
+import multiprocessing
 import os
 import pickle
 import re
@@ -14,12 +16,16 @@ import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torchvision
 from conftest import ROOT, SCRIPTS, flags
+from imagenet_runs import SMALL_06
 from images import write_images, write_mnist
 from PIL import Image
+from processes import gone
+from ranks import Ranks
 from torchvision.transforms import functional as F
 
 from common import data, folder
@@ -376,3 +382,31 @@ def test_a_channel_of_one_level_is_no_division_by_zero():
     train = data.MemoryImages(torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 1)
     _, normalize = data.build_transforms(train, flags("--dataset", "folder"), CPU)
     assert normalize(train.images).abs().max() < 1e-6
+
+
+def as_python_3_14_starts_workers(rank):
+    multiprocessing.set_start_method("forkserver", force=True)
+    sys.path.append(str(ROOT / "common"))  # for the template, which imports its copy of distributed.py
+
+
+@pytest.mark.parametrize("script", ["01_snsc.py", "06_imagenet.py", "template/train.py"])
+def test_loader_workers_end_with_a_killed_rank(script, large_folder, tmp_path):
+    given = {
+        "01_snsc.py": ["--dataset", "folder", "--data-dir", large_folder, "--arch", "small_net"],
+        "06_imagenet.py": [large_folder, *SMALL_06, "--checkpoints-path", tmp_path / "saved"],
+        "template/train.py": ["--checkpoints", tmp_path / "saved"],
+    }[script]
+    given += ["--batch-size", 8, "--epochs", 100_000, "--workers", 1]
+    ranks = Ranks(tmp_path, 1, given, prepare=as_python_3_14_starts_workers, script=script)
+    started = []
+    try:
+        ranks.wait_for(r"== step: |epoch 1/")
+        while not started:  # the template starts workers anew for each epoch
+            started = psutil.Process(ranks.processes[0].pid).children(recursive=True)
+        ranks.signal(0, "SIGKILL")
+        assert gone(started)
+    finally:
+        ranks.end()
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -111,7 +111,6 @@ def _run(script, env, flags, out, kill, prepare):
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update({name: str(value) for name, value in env.items()})
-    multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a process that a launcher starts
     os.chdir(ROOT)
     sys.argv = [os.path.basename(script), *flags]
 
