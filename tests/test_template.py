@@ -40,9 +40,7 @@ def two(tmp_path_factory):
 
 def run(project, *command, code=0):
     """Run a command in the folder of the project; returns the lines of rank 0."""
-    # Unbuffered, two ranks of torch 2.9 mix the words of the lines that gloo prints.
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONUNBUFFERED")}
-    env["OMP_NUM_THREADS"] = "1"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     end = subprocess.run(list(map(str, command)), cwd=project, env=env, capture_output=True, text=True)
     assert end.returncode == code, end.stderr
     return without_gloo(end.stdout).splitlines() if code == 0 else end.stderr

@@ -30,8 +30,7 @@ def start(*command):
 
 def start_copy(folder, *command, **variables):
     """Start Python in a folder with a copy of distributed.py, with these variables and no others of a launcher."""
-    # Unbuffered, two ranks of torch 2.9 mix the words of the lines that gloo prints.
-    env = {k: v for k, v in os.environ.items() if not k.startswith((*VARIABLES, "PYTHONUNBUFFERED"))}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
     env |= {name: str(value) for name, value in variables.items()} | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, **pipes)
