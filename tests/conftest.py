@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import re
 import runpy
 import shutil
 import signal
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from imagenet_runs import CLASSES, SMALL_06
 from images import write_images
 from launchers import VARIABLES, slurm_step
-from processes import ROOT, STARTED
+from processes import ROOT, STARTED, without_gloo
 from ranks import Ranks
 
 from common import distributed
@@ -29,14 +28,6 @@ SCRIPTS = ["01_snsc.py", "02_snmc_dp.py", "03_mnmc_ddp_launch.py", "04_mnmc_ddp_
 ALL_SCRIPTS = [*SCRIPTS, "06_imagenet.py"]  # which has flags of its own
 IN_PROCESS = [script for script in SCRIPTS if script != "04_mnmc_ddp_mp.py"]  # what `run` can run
 QUICK = ["--arch", "mnist_net", "--batch-size", "8", "--dataset", "folder", "--data-dir"]  # and a folder: 3 steps
-
-
-def without_gloo(text):
-    """Text without the lines that gloo prints in torch before 2.10, for every connection.
-
-    Two ranks mix the words of these lines where Python writes unbuffered, as torchrun starts it.
-    """
-    return re.sub(r"^(.*peer ranks.*|.*\[Gloo\].*|\d*)\n", "", text, flags=re.M) if "[Gloo]" in text else text
 
 
 def needs_gpu(test):

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, without_gloo
+from conftest import ROOT
 from launchers import by_hand, meet, mpirun, slurm_step, srun, torchrun, without
-from processes import start_copy
+from processes import finished, start_copy
 
 from common import distributed
 from common.distributed import (
@@ -542,9 +542,9 @@ def outputs(*processes):
     """All lines that processes write, once all have ended with exit code 0."""
     lines = []
     for process in processes:
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        lines += without_gloo(out).splitlines()
+        code, out, err = finished(process)
+        assert code == 0, err
+        lines += out.splitlines()
     return sorted(lines)
 
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, without_gloo
+from conftest import ROOT
+from processes import without_gloo
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 

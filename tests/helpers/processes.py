@@ -1,6 +1,7 @@
 """Start Python in processes of its own, read what it prints, and see that nothing of it stays."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,10 +37,18 @@ def start_copy(folder, *command, **variables):
     return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, **pipes)
 
 
+def without_gloo(text):
+    """Text without the lines that gloo prints in torch before 2.10, for every connection.
+
+    Two ranks mix the words of these lines where Python writes unbuffered, as torchrun starts it.
+    """
+    return re.sub(r"^(.*peer ranks.*|.*\[Gloo\].*|\d*)\n", "", text, flags=re.M) if "[Gloo]" in text else text
+
+
 def finished(process, timeout=300):
     """Wait for a process; returns its exit code, its output and its errors."""
     out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
+    return process.returncode, without_gloo(out), err
 
 
 def read_until(process, text):
