@@ -17,6 +17,9 @@ from torchvision.datasets import CIFAR10, MNIST
 from common import shapes
 from common.errors import UserError, one_line
 
+# How loader workers start. Python 3.14 would start them from a server process: they would outlive a killed training.
+START_METHOD = "fork" if sys.platform == "linux" else None  # None: as usual there
+
 
 class MemoryImages(Dataset):
     """Images in memory, fetched by the batch.
@@ -84,8 +87,7 @@ def build_loader(dataset, args, sampler=None, *, train=False):
         sampler=sampler,
         drop_last=train and len(sampler) % args.batch_size == 1,  # batch norm cannot train on a single image
         num_workers=workers,
-        # Python 3.14 would start the workers from a server process: they would outlive a killed training.
-        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        multiprocessing_context=START_METHOD if workers else None,
         persistent_workers=train and workers > 0,
         pin_memory=torch.accelerator.is_available(),
         collate_fn=tuple if dataset.in_memory else None,  # __getitems__ has made a batch already

@@ -20,6 +20,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
+from common.data import START_METHOD
 from common.distributed import cores_per_process
 from common.errors import UserError, one_line
 from imagenet import signals
@@ -206,8 +207,7 @@ def build_loader(dataset, batches, workers, local_world_size):
         dataset,
         batch_sampler=batches,
         num_workers=workers,
-        # Python 3.14 would start the workers from a server process: they would outlive a killed training.
-        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        multiprocessing_context=START_METHOD if workers else None,
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
         collate_fn=tuple,  # __getitems__ has made a batch already

@@ -110,7 +110,7 @@ def test_make_charts_runs_every_notebook_in_a_fresh_kernel(tmp_path):
     assert end.returncode == 0, end.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.png" for name in FIGURES)
     if matplotlib.__version_info__ < (3, 11):
-        pytest.skip("the figures are drawn with matplotlib 3.11, which Python 3.10 has not")
+        pytest.skip("the figures are drawn with matplotlib 3.11, which needs Python 3.11")
     for name in FIGURES:
         fresh, kept = (matplotlib.image.imread(folder / f"{name}.png") for folder in (tmp_path, ROOT / "docs/figures"))
         assert fresh.shape == kept.shape, f"docs/figures/{name}.png: make charts"

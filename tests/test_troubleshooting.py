@@ -186,7 +186,7 @@ def provoked(tmp_path_factory):
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
     options = {"cwd": ROOT, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     two = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--log-dir={folder}", "--redirects=3"]
-    two.append(f"--master-port={free_port()}")  # older versions of both would take the same one
+    two.append(f"--master-port={free_port()}")  # torchrun of torch 2.9 would take 29500 for both
     ranks = subprocess.Popen([sys.executable, *two, "tests/helpers/provoke.py"], start_new_session=True, **options)
     other = subprocess.Popen(
         [sys.executable, "tests/helpers/provoke.py", "launchers"], start_new_session=True, **options
