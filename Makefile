@@ -20,10 +20,10 @@ demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: two to six minutes on 
 	@echo
 	@echo "Next: $(RUN) 02_snmc_dp.py --limit 16000   the same with DataParallel"
 	@echo "      $(VENV)/bin/torchrun --nproc-per-node=2 03_mnmc_ddp_launch.py --limit 16000"
-	@echo "                                                the same with two processes, one per GPU or core"
+	@echo "                                                     the same with two processes, one per GPU or core"
 	@echo "      $(RUN) 01_snsc.py                    all 50000 shapes, 5 epochs"
 	@echo "      $(RUN) 01_snsc.py --help             other data sets, models and settings"
-	@echo "      docs/01_snsc.md                           what happened, and what to read next"
+	@echo "      docs/01_snsc.md                                what happened, and what to read next"
 
 test: $(VENV)/ready-dev  ## run the quick tests: about five minutes on two cores
 	$(PYTEST) -n 2 -m "not slow"
