@@ -401,8 +401,14 @@ def test_loader_workers_end_with_a_killed_rank(script, large_folder, tmp_path):
     started = []
     try:
         ranks.wait_for(r"== step: |epoch 1/")
-        while not started:  # the template starts workers anew for each epoch
+        # PyTorch leaves behind a worker whose process is killed before the worker has looked up whose child it is.
+        for _ in range(1000):
+            ranks.signal(0, "SIGSTOP")  # it starts no more workers
             started = psutil.Process(ranks.processes[0].pid).children(recursive=True)
+            if started and all(worker.num_threads() > 1 for worker in started):  # the second one sends the batches
+                break
+            ranks.signal(0, "SIGCONT")
+            time.sleep(0.01)
         ranks.signal(0, "SIGKILL")
         assert gone(started)
     finally:
