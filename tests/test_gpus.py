@@ -147,6 +147,7 @@ def test_two_ranks_on_the_one_gpu_that_torchrun_sees_are_refused_by_name():
         assert on_one_gpu(**parents) == "cuda:0\n"
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # this machine may have fewer cores
 def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp_path):
     batches = GlobalBatches(4, 2, 0, 1)
     monkeypatch.setattr("imagenet.data.cores_per_process", lambda processes: 16 // processes)
