@@ -210,7 +210,8 @@ class Job:
 
     def damage_newest_checkpoint(self):
         """Flip a bit in the newest checkpoint on each host; return the step of the checkpoint before it."""
-        before, newest = self.checkpoints()[-2:]
+        newest = max(int(path.stem[5:]) for path in self.folder.glob("*/step-*.pt"))  # of any host
+        before = max(step for step in self.checkpoints() if step < newest)
         for path in self.folder.glob(f"*/step-{newest:08}.pt"):
             with path.open("r+b") as file:
                 file.seek(path.stat().st_size // 2)
@@ -412,6 +413,8 @@ def drill_store(job):
 def drill_damage(job):
     """the newest checkpoint is damaged and a process killed: the checkpoint before it is used"""
     job.wait_for_checkpoint()
+    job.signal_worker(1, signal.SIGSTOP)  # the training stands still: a newer checkpoint would be used instead
+    time.sleep(1)  # until the other processes have written the last one
 
     def fault():
         job.safe = job.damage_newest_checkpoint()
