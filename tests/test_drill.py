@@ -113,6 +113,8 @@ def test_a_second_store_is_told_that_the_port_is_taken(training):
     code, out, err = finished(training.hosts.popen(drill.STORE, *command))
     assert (code, out) == (1, "") and len(err.splitlines()) == 1
     assert err.startswith("store.py: error: port 29400: Address already in use; stop the process that uses it")
+    with pytest.raises(drill.DrillFailed, match=r"^store\.py: error: port 29400: Address"):
+        training.start_store()  # at once, in the words of the store
 
 
 # Without a store

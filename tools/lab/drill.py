@@ -99,7 +99,13 @@ class Job:
         """Run launch/store.py on its host."""
         begin = len(self.lines)
         self._popen(STORE, "python", "launch/store.py", "--port", PORT)
-        self.wait_for(lambda: any("until Ctrl-C" in line for _, _, line in self.lines[begin:]), "the store")
+
+        def answers():
+            said = [line for _, host, line in self.lines[begin:] if host == STORE]
+            self.mistakes += [line for line in said if "error: " in line]
+            return self.mistakes or any("until Ctrl-C" in line for line in said)
+
+        self.wait_for(answers, "the store")
 
     def start(self, *hosts):
         """Start training on these hosts."""

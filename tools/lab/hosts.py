@@ -43,6 +43,14 @@ def ip(*arguments):
     return done.stdout
 
 
+def other_threads(pid):
+    """Return the IDs of the threads of a process that still run, besides the first."""
+    try:
+        return set(os.listdir(f"/proc/{pid}/task")) - {str(pid)}
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+
+
 class Hosts:
     """Hosts that exist during a `with` block: host1 at 10.77.0.1, host2 at 10.77.0.2 and so on."""
 
@@ -100,11 +108,13 @@ class Hosts:
 
     def kill(self, host):
         """Kill all processes of a host. Its network stays up and resets their connections, as after a crash."""
-        deadline = time.monotonic() + 10
-        while (pids := self.pids(host)) and time.monotonic() < deadline:
+        deadline, killed = time.monotonic() + 10, set()
+        # A process leaves the namespace when its first thread ends; another may still hold its ports.
+        while ((pids := self.pids(host)) or any(map(other_threads, killed))) and time.monotonic() < deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            killed.update(pids)
             time.sleep(0.05)
 
     def cut(self, host):
