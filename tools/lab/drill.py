@@ -102,7 +102,7 @@ class Job:
 
         def answers():
             said = [line for _, host, line in self.lines[begin:] if host == STORE]
-            self.mistakes += [line for line in said if "error: " in line]
+            self.mistakes += [line for line in said if line.startswith("store.py: error: ")]
             return self.mistakes or any("until Ctrl-C" in line for line in said)
 
         self.wait_for(answers, "the store")
