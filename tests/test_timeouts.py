@@ -1,0 +1,136 @@
+"""Every collective has the timeout of its job, so a peer that stands still ends the run."""
+
+import os
+import runpy
+import signal
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, SCRIPTS
+from imagenet_runs import SMALL_06, parse_06, script
+from launchers import by_hand, slurm_step
+from ranks import Ranks
+
+from common import distributed
+from common.distributed import free_port, setup_distributed
+
+sys.path.append(str(ROOT / "launch"))
+import preflight
+
+TIMEOUT = timedelta(seconds=33)  # the default of no function
+
+
+def timeout_of(group):
+    """The timeout of the collectives of a process group of gloo."""
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+class Reached(Exception):
+    """The process groups exist now."""
+
+
+def test_setup_distributed_gives_its_timeout_to_the_group(environment):
+    environment()
+    setup_distributed(timeout=TIMEOUT)
+    assert timeout_of(dist.group.WORLD) == TIMEOUT
+
+
+@pytest.mark.parametrize("rung", SCRIPTS[2:])
+def test_the_groups_of_03_to_05_have_the_shared_timeout(rung, environment, monkeypatch):
+    def report(*_):
+        raise Reached
+
+    alone = by_hand(rank=0, world_size=1, LOCAL_WORLD_SIZE=1)
+    environment(**alone | slurm_step() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()})
+    monkeypatch.setattr(distributed, "TIMEOUT", TIMEOUT)
+    monkeypatch.setattr("common.report.Report", report)  # what follows the process group
+    url = f"tcp://127.0.0.1:{free_port()}"
+    args = SimpleNamespace(nproc_per_node=1, nodes=1, node_rank=0, dist_url=url)  # which 04 reads
+    local_rank = [0] if rung.startswith("04") else []
+    main = runpy.run_path(str(ROOT / rung))["main"]
+    with pytest.raises(Reached):
+        main(*local_rank, args)
+    assert timeout_of(dist.group.WORLD) == TIMEOUT
+
+
+def test_both_groups_of_06_have_the_timeout_of_its_flag(environment, monkeypatch):
+    timeouts = []
+
+    def barrier(group, timeout):
+        timeouts.append(timeout_of(dist.group.WORLD))
+        timeouts.append(timeout_of(group))
+        raise Reached
+
+    environment()
+    monkeypatch.setattr(dist, "monitored_barrier", barrier)  # what follows the groups
+    with pytest.raises(Reached):
+        script.main(parse_06("--dummy", 2, "--timeout", 33))
+    assert timeouts == [TIMEOUT, TIMEOUT]
+
+
+def test_the_group_of_preflight_ends_after_three_silences(monkeypatch):
+    monkeypatch.setattr(preflight, "SILENCE", 11)
+    monkeypatch.setattr(preflight, "SIZES", (4096,))
+    pulse = SimpleNamespace(at=lambda stage: None)
+    preflight.measure(pulse, dist.HashStore(), 0, 1, torch.device("cpu"))
+    assert timeout_of(dist.group.WORLD) == TIMEOUT
+
+
+# A peer that stops
+
+
+def stop_in_the_first_step_of_03(rank):
+    distributed.TIMEOUT = timedelta(seconds=10)
+    stop_in_the_first_step(rank)
+
+
+def stop_in_the_first_step(rank):
+    def forward(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(self, outputs, targets)
+
+    torch.nn.CrossEntropyLoss.forward = forward
+
+
+def stop_in_the_evaluation(rank):
+    """There, the ranks wait for each other in votes alone, which have a group of their own."""
+    from imagenet import elastic
+
+    def cast(self, *wishes, original=elastic.Votes.cast):
+        if rank == 1 and len(wishes) == 1:  # in an evaluation there is nothing to save
+            os.kill(os.getpid(), signal.SIGSTOP)
+        original(self, *wishes)
+
+    elastic.MAX_COST = 1000  # so that every step has a vote
+    elastic.Votes.cast = cast
+
+
+FLAGS_03 = ["--arch", "mnist_net", "--batch-size", 8, "--limit", 32, "--epochs", 1]
+FLAGS_06 = [*SMALL_06, "--dummy", 24, "--batch-size", 12, "--epochs", 1, "--timeout", 10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rung", "flags", "stop"),
+    [
+        ("03_mnmc_ddp_launch.py", FLAGS_03, stop_in_the_first_step_of_03),
+        ("06_imagenet.py", FLAGS_06, stop_in_the_first_step),
+        ("06_imagenet.py", FLAGS_06, stop_in_the_evaluation),
+    ],
+)
+def test_a_peer_that_stops_ends_the_run(rung, flags, stop, tmp_path):
+    if rung == "06_imagenet.py":
+        flags = [*flags, "--checkpoints-path", tmp_path / "checkpoints"]
+    ranks = Ranks(tmp_path, 2, flags, prepare=stop, script=rung)
+    try:
+        ranks.processes[0].join(120)  # gloo alone would wait for 30 minutes
+        assert ranks.processes[0].exitcode == 1, ranks.output()
+        assert ranks.processes[1].exitcode is None, "it stands still"
+    finally:
+        ranks.end()
+    assert "lost another rank (" in ranks.output()
