@@ -490,6 +490,14 @@ def test_the_variables_of_torchrun_are_set_under_every_launcher(join, variables,
     assert 0 < int(os.environ["MASTER_PORT"]) < 65536
 
 
+@pytest.mark.parametrize("launcher", [torchrun, srun])
+def test_rank_0_alone_is_main_on_two_machines(join, launcher):
+    """The second machine has a process of local rank 0 too."""
+    ranks = [join(**launcher(rank)) for rank in range(4)]
+    assert [d.local_rank for d in ranks] == [0, 1, 0, 1]
+    assert [d.is_main for d in ranks] == [True, False, False, False]
+
+
 def test_under_torchrun_nothing_is_overwritten(join):
     join(**torchrun())
     before = {name: str(value) for name, value in torchrun().items()}
