@@ -186,16 +186,30 @@ def test_ranks_and_micro_batches_that_cut_a_batch_unevenly_add_up_to_the_same_st
                 torch.testing.assert_close(other[part][name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
+def prepare_plain_training(scaled, rank):
+    """Ten classes, of which a model with little training is right about some.
+
+    --amp fp16 scales gradients on a GPU. Here they are scaled in float32, to the same result.
+    """
+    without_dropout(rank)
+    data.DummyImages = functools.partial(DummyImages, num_classes=10)
+    if scaled:
+        original = torch.amp.GradScaler
+        torch.amp.GradScaler = lambda device, enabled: original(device, enabled=True)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_training_is_that_of_a_plain_pytorch_loop(scaled, tmp_path):
     """Two ranks, two epochs of three steps; the learning rates and the parameter groups are written out here."""
     flags = ["--dummy", 36, "--batch-size", 12, "--epochs", 2, "--arch", "mnist_net", "--seed", 5, "--lr", 2]
     flags += ["--warmup-epochs", 1, "--clip-grad", 0.5, "--label-smoothing", 0.2, "--weight-decay", 0.05]
     flags += ["--momentum", 0.7]
     files = ["--log-file", tmp_path / "log.jsonl", "--checkpoints-path", tmp_path / "checkpoints", "--eval-every", 0]
-    ranks = Ranks(tmp_path, 2, [*SMALL_06, *flags, *files], prepare=without_dropout)
+    prepare = functools.partial(prepare_plain_training, scaled)
+    ranks = Ranks(tmp_path, 2, [*SMALL_06, *flags, *files], prepare=prepare)
     assert ranks.wait() == [0, 0], ranks.output()
 
-    images = DummyImages(36, 32)
+    images = DummyImages(36, 32, num_classes=10)
     torch.manual_seed(5)
     model = build_model(SimpleNamespace(arch="mnist_net", channels_last=False, batch_size=12), images).eval()
     named = dict(model.named_parameters())
@@ -205,7 +219,7 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
         {"params": [p for name, p in named.items() if name.endswith("bias")], "weight_decay": 0},
     ], momentum=0.7, nesterov=True)  # fmt: skip
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375]))
-    peak, losses = 2 * 12 / 256, []
+    peak, losses, correct = 2 * 12 / 256, [], []
     for step in range(6):
         order = torch.randperm(36, generator=torch.Generator().manual_seed(5 + step // 3))
         batch = order[12 * (step % 3) :][:12] % 64
@@ -214,6 +228,7 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
         outputs = model((images.images[batch] - mean) / std)
         loss = torch.nn.functional.cross_entropy(outputs, images.targets[batch], label_smoothing=0.2)
         losses.append(loss.item())
+        correct.append((outputs.argmax(1) == images.targets[batch]).sum().item())
         optimizer.zero_grad()
         loss.backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5, "clipping changes something"
@@ -221,8 +236,11 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(tmp_path):
 
     for name, weight in final(tmp_path)["model"].items():
         torch.testing.assert_close(weight, named[name].detach(), rtol=1e-4, atol=1e-6)
-    logged = [json.loads(line)["train_loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    logged = [record["train_loss"] for record in records]
     assert logged == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:]) / 3], abs=2e-4)
+    accuracies = [100 * sum(correct[:3]) / 36, 100 * sum(correct[3:]) / 36]
+    assert [record["train_acc"] for record in records] == pytest.approx(accuracies, abs=1e-3)
 
 
 def test_the_counts_of_an_epoch_go_on_where_a_killed_run_stopped(train, one_each, tmp_path):
@@ -293,7 +311,7 @@ def test_all_ranks_save_the_same_state_with_averaged_buffers_too(train, one_each
 
 
 def test_the_averaged_weights_are_what_is_evaluated(train, one_each, tmp_path):
-    """With an average that hardly moves, the evaluated model is the untrained one."""
+    """With an average that hardly moves, the evaluated model is the one after the first step."""
     options = [one_each, "--batch-size", 10, "--epochs", 2, "--lr", 1, "--warmup-epochs", 0, "--ema", 0.999999]
     ranks = train("run", 1, *options, "--arch", "mnist_net", prepare=without_dropout)
     assert ranks.wait() == [0], ranks.output()
@@ -308,6 +326,12 @@ def test_the_averaged_weights_are_what_is_evaluated(train, one_each, tmp_path):
         with torch.no_grad():
             correct[part] = (net.eval()(prepared).argmax(1) == targets).float().mean().item()
     assert correct["ema"] != correct["model"] and accuracies == {f"{100 * correct['ema']:.3f}"}
+
+    best = tmp_path / "run/checkpoints/best.pt"
+    options = [one_each, "--batch-size", 17, "--arch", "mnist_net", "--evaluate"]
+    again = train("again", 1, *options, "--weights", best)
+    assert again.wait() == [0], again.output()
+    assert re.findall(r"evaluated: top-1 ([\d.]+)%", again.output()) == [*accuracies]
 
 
 def test_the_first_step_begins_the_average(train, tmp_path):
