@@ -1,5 +1,6 @@
 """Votes: all ranks learn the wish of one rank at the same step, however seldom they vote."""
 
+import itertools
 import time
 
 import pytest
@@ -13,21 +14,52 @@ from imagenet.elastic import Votes
 STEPS, SAVE_AT, STOP_AT = 200, 33, 97
 
 
-@cleaned_up()
-def each_rank(rank, port, folder):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def hear_wishes(rank):
+    """What a rank hears in each step: (stop, save, every)."""
     votes, heard = Votes(dist.group.WORLD), []
     votes.seconds = 0.001
     for step in range(STEPS):
         votes.cast(rank == 1 and step == STOP_AT, rank == 0 and step == SAVE_AT)
         time.sleep(0.004 if rank else 0.002)
         heard.append((*votes.count(), votes.every))
-    torch.save(heard, f"{folder}/{rank}.pt")
+    return heard
 
 
-def test_all_ranks_hear_a_wish_once_at_the_same_step(tmp_path):
-    torch.multiprocessing.spawn(each_rank, (free_port(), tmp_path), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+def vote_beside_a_slow_rank(rank):
+    """How long a vote takes, and `every` after each step.
+
+    A vote takes 0.1 s on rank 0 and 0.3 s on rank 1. A step takes 0.2 s and 0.4 s.
+    """
+    ticks = itertools.count()
+    elastic.time.perf_counter = lambda: next(ticks) * (0.1, 0.3)[rank]
+    votes, every, now = Votes(dist.group.WORLD), [], 0.0
+    seconds = votes.seconds
+    elastic.time.perf_counter = lambda: now
+    votes.seconds = 0.0579  # a hundredth of 15 steps of 0.4 s, of 29 of 0.2 s, or of 10 of 0.6 s
+    for _ in range(40):
+        votes.cast(False)
+        votes.count()
+        every.append(votes.every)
+        now += (0.2, 0.4)[rank]
+    return seconds, every
+
+
+@cleaned_up()
+def each_rank(rank, port, folder):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.save((hear_wishes(rank), vote_beside_a_slow_rank(rank)), f"{folder}/{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What each_rank() saved on both ranks."""
+    folder = tmp_path_factory.mktemp("votes")
+    torch.multiprocessing.spawn(each_rank, (free_port(), folder), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def test_all_ranks_hear_a_wish_once_at_the_same_step(two_ranks):
+    (first, _), (second, _) = two_ranks
     assert first == second
     stops = [step for step, (stop, _, _) in enumerate(first) if stop]
     saves = [step for step, (_, save, _) in enumerate(first) if save]
@@ -35,6 +67,14 @@ def test_all_ranks_hear_a_wish_once_at_the_same_step(tmp_path):
     assert len(stops) == len(saves) == 1
     assert STOP_AT <= stops[0] <= STOP_AT + longest and SAVE_AT <= saves[0] <= SAVE_AT + longest
     assert 1 < longest <= 50  # a step takes 0.004 s or more
+
+
+def test_the_slowest_rank_decides_how_often_all_vote(two_ranks):
+    (_, first), (_, second) = two_ranks
+    assert first == second
+    seconds, every = first
+    assert seconds == pytest.approx(0.3)
+    assert every == [1] + 39 * [15]
 
 
 @pytest.fixture
