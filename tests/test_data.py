@@ -72,6 +72,20 @@ def test_every_offset_is_drawn_equally_often_with_and_without_the_mirror():
     assert counts.min() > 55 and counts.max() < 145  # 100 each, within four and a half standard deviations
 
 
+@pytest.mark.parametrize(("side", "border"), [(28, 3), (32, 4), (64, 8)])
+def test_the_border_of_a_crop_is_an_eighth_of_the_image(side, border):
+    torch.manual_seed(0)
+    train_set = memory_images(channels=1, size=(side, side))
+    augment, _ = data.build_transforms(train_set, flags("--dataset", "mnist"), CPU)
+    images = torch.zeros(1000, 1, side, side, dtype=torch.uint8)
+    images[:, :, 10, 12] = 255
+    brightest = augment(images).flatten(1).argmax(1)
+    rows = set((brightest // side).tolist())
+    columns = set((brightest % side).tolist())
+    assert rows == set(range(10 - border, 10 + border + 1))
+    assert columns == set(range(12 - border, 12 + border + 1))
+
+
 def test_digits_are_shifted_but_never_mirrored():
     train_set = memory_images(channels=1, size=(28, 28))
     augment, _ = data.build_transforms(train_set, flags("--dataset", "mnist"), CPU)

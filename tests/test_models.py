@@ -4,6 +4,7 @@ import pytest
 import torch
 import torchvision
 from conftest import flags
+from torch.nn import functional as F
 
 from common.data import MemoryImages
 from common.errors import UserError
@@ -20,6 +21,29 @@ def test_mnist_net_is_the_model_of_the_mnist_examples():
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     weights = (9 * 32 + 32) + (9 * 32 * 64 + 64) + (9216 * 128 + 128) + (128 * 10 + 10)
     assert sum(p.numel() for p in model.parameters()) == weights == 1_199_882
+
+
+def written_out(model, images, training):
+    """The output of MnistNet as in the MNIST example of PyTorch: one line per layer."""
+    conv1, conv2, fc1, fc2 = (layer for layer in model.modules() if hasattr(layer, "weight"))
+    x = F.relu(F.conv2d(images, conv1.weight, conv1.bias))
+    x = F.relu(F.conv2d(x, conv2.weight, conv2.bias))
+    x = F.max_pool2d(x, 2)
+    x = F.dropout(x, 0.25, training)
+    x = torch.flatten(x, 1)
+    x = F.relu(F.linear(x, fc1.weight, fc1.bias))
+    x = F.dropout(x, 0.5, training)
+    return F.linear(x, fc2.weight, fc2.bias)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_mnist_net_computes_what_its_layers_written_out_compute(training):
+    model = MnistNet().train(training)
+    images = torch.randn(4, 1, 28, 28)
+    torch.manual_seed(1)  # the same dropout in both
+    output = model(images)
+    torch.manual_seed(1)
+    torch.testing.assert_close(output, written_out(model, images, training))
 
 
 @pytest.mark.parametrize("arch", ["mnist_net", "small_net", "resnet18", "mobilenet_v3_small"])
