@@ -1,8 +1,10 @@
 """template/train.py, copied with distributed.py into a folder of its own, as a user would."""
 
+import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT
 from processes import without_gloo
+from ranks import Ranks
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 
@@ -100,6 +103,35 @@ def test_every_example_counts_once_on_three_processes(project):
         count = float(lines[-1].split()[-1].rstrip("%")) * 9.97
         assert abs(count - round(count)) < 0.06
     assert numbers(three) == pytest.approx(numbers(one), rel=2e-2)
+
+
+def kill_in_the_second_save_of_last_pt(rank):
+    """As in a real save, half of the bytes are in the file then."""
+    sys.path.append(str(ROOT / "common"))  # for the template's distributed.py
+    original = torch.save
+    saves = []
+
+    def save(state, path):
+        saves.append("last.pt" in path)
+        if sum(saves) < 2:
+            original(state, path)
+            return
+        whole = io.BytesIO()
+        original(state, whole)
+        with open(path, "wb") as file:
+            file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = save
+
+
+def test_a_kill_while_last_pt_is_saved_leaves_the_one_before(tmp_path):
+    given = ["--epochs", 3, "--batch-size", 5000, "--checkpoints", tmp_path / "saved"]
+    prepare = kill_in_the_second_save_of_last_pt
+    ranks = Ranks(tmp_path, 1, given, prepare=prepare, script="template/train.py")
+    assert ranks.wait() == [-signal.SIGKILL], ranks.output()
+    assert "epoch 2/3" in ranks.output()
+    assert torch.load(tmp_path / "saved/last.pt")["epoch"] == 1
 
 
 def test_every_epoch_has_an_order_of_its_own(project):
