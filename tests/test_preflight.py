@@ -249,6 +249,15 @@ def test_tasks_that_are_bound_to_cores_of_their_own_may_use_all_of_them():
     assert preflight.check_threads(bound).verdict == "ok"
 
 
+@pytest.mark.parametrize(("seconds", "words"), [(20.0, "20 s ahead of"), (-20.0, "20 s behind")])
+def test_a_clock_that_is_ahead_or_behind_is_named(seconds, words):
+    all_facts = [fact(rank) for rank in range(4)]
+    check = preflight.check_clocks(all_facts, {0: 0.0, 1: 0.3, 2: seconds, 3: -0.3})
+    assert (check.verdict, check.found) == ("FAIL", f"rank 2 on n1 is {words} rank 0")
+    assert check.change == "timedatectl set-ntp true  # on n1"
+    assert preflight.check_clocks(all_facts, {0: 0.0, 1: 0.3, 2: 0.0, 3: -0.3}).verdict == "ok"
+
+
 def test_little_shared_memory_is_told_with_the_flag_of_docker():
     check = preflight.check_shared_memory([fact(0), fact(2, shared_memory=2**26)])
     assert (check.verdict, check.found[:24]) == ("warn", "n1 has 64 MiB free in /d") and "--shm-size" in check.change

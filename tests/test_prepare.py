@@ -88,6 +88,18 @@ def test_large_images_are_resized_on_their_short_side_and_small_ones_kept(flower
     assert kept.read_bytes() == (flowers / "rose/7.jpg").read_bytes()
 
 
+def test_resized_images_have_the_quality_of_the_flag(flowers, tmp_path, monkeypatch):
+    """The tables in a JPEG file, by which its numbers were divided, tell the quality."""
+    (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))
+    for quality, flags in ((50, ["--quality", 50]), (90, []), (95, ["--quality", 95])):
+        target = tmp_path / f"quality{quality}"
+        run(monkeypatch, flowers, target, "--val-share", 0.25, "--short-side", 50, *flags)
+        (resized,) = target.rglob("large.jpg")
+        expected = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(expected, "JPEG", quality=quality)
+        assert Image.open(resized).quantization == Image.open(expected).quantization
+
+
 def test_an_interrupted_run_continues_and_overwrites_nothing(flowers, tmp_path, monkeypatch, capsys):
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
     whole = files(tmp_path / "a")

@@ -152,9 +152,11 @@ def test_the_repeats_of_a_command_are_counted(clock, tmp_path, monkeypatch):
     for repeat in range(3):
         report = make("--log-file", log)
         report.record["started"] = str(repeat)
-        train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
-        report.show_epoch(torch.tensor(25))
-    assert [json.loads(line)["repeat"] for line in log.read_text().splitlines()] == [0, 1, 2]
+        for _ in range(2):  # a record per epoch
+            train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
+            report.show_epoch(torch.tensor(25))
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["repeat"] for record in records] == [0, 0, 1, 1, 2, 2]
 
 
 def test_only_rank_0_prints_and_writes(clock, tmp_path, capsys):
