@@ -16,7 +16,7 @@ from processes import start
 from tools import steps
 from tools.bench import ddp as bench_ddp
 from tools.bench import rendezvous as bench_rendezvous
-from tools.lab import mutants
+from tools.mutants import listed
 from tools.records import checkpoint_cost
 
 
@@ -32,7 +32,19 @@ def make(*arguments, cwd=ROOT, env=None):
 
 def test_make_help_names_every_command():
     named = [line.split()[1] for line in make("help").stdout.splitlines()]
-    assert named == ["help", "demo", "test", "test-all", "test-oldest", "gpu", "lint", "charts", "site", "clean"]
+    assert named == [
+        "help",
+        "demo",
+        "test",
+        "test-all",
+        "test-oldest",
+        "mutants",
+        "gpu",
+        "lint",
+        "charts",
+        "site",
+        "clean",
+    ]
 
 
 def fake_python(folder, body):
@@ -82,13 +94,13 @@ def test_a_python_without_venv_says_which_package_to_install(clone):
     assert not (clone / ".venv").exists()
 
 
-# tools/lab/mutants.py
+# tools/mutants/listed.py
 
 
 def test_every_mutant_fits_the_code_as_it_is_now():
-    mutants.check(mutants.MUTANTS)
-    assert len(mutants.MUTANTS) >= 60
-    assert all((ROOT / mutant.tests.split()[0].partition("::")[0]).exists() for mutant in mutants.MUTANTS)
+    listed.check(listed.MUTANTS)
+    assert len(listed.MUTANTS) >= 60
+    assert all((ROOT / mutant.tests.split()[0].partition("::")[0]).exists() for mutant in listed.MUTANTS)
 
 
 # tools/bench/

@@ -1,20 +1,17 @@
-"""Break the code on purpose, one line at a time, and see that the tests notice.
+"""Break the code on purpose, one promise at a time, and see that the tests notice.
 
-    python tools/lab/mutants.py                  all mutants, in copies of the repository
-    python tools/lab/mutants.py data.py 06       those whose file contains one of these texts
-    python tools/lab/mutants.py --list
+    python tools/mutants/listed.py                  all mutants, in copies of the repository
+    python tools/mutants/listed.py data.py 06       those whose file contains one of these texts
+    python tools/mutants/listed.py --list
 
-Each mutant names the promise that it breaks and the tests that must fail. A mutant that survives is a test to write.
+Each mutant names the promise that it breaks and the tests that must fail. A mutant that survives is
+a test to write. tools/mutants/sample.py makes random faults, which nobody has listed.
 """
 
-import concurrent.futures
+import multiprocessing
 import os
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, whole_number
+from tools.mutants import trial
 
 PATIENCE = 600  # seconds until a test that hangs counts as failed
 
@@ -441,51 +439,23 @@ def check(mutants):
             raise UserError(f"{mutant.file}: {mutant.before!r} is there {count} times: expected once; mend the mutant")
 
 
-class Copies:
-    """Copies of the repository, one per thread."""
-
-    def __init__(self, folder):
-        self.folder, self.local = Path(folder), threading.local()
-
-    def get(self):
-        if not hasattr(self.local, "copy"):
-            self.local.copy = self.folder / str(threading.get_ident())
-            ignored = shutil.ignore_patterns(
-                ".venv*", "data", "checkpoints", "__pycache__", ".pytest_cache", ".ruff_cache"
-            )
-            shutil.copytree(ROOT, self.local.copy, ignore=ignored)
-            (self.local.copy / ".venv").symlink_to(ROOT / ".venv")
-        return self.local.copy
+def start_worker(folder):
+    global copy
+    copy = Path(folder, f"copy-{os.getpid()}")
+    trial.make_copy(copy)
 
 
-def run(mutant, copies):
-    """Return what noticed the mutant, as text, or None if it survived; and the seconds that took."""
-    copy, begin = copies.get(), time.monotonic()
-    text = (copy / mutant.file).read_text()
-    (copy / mutant.file).write_text(text.replace(mutant.before, mutant.after))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "--durations=0"]
-    command += mutant.tests.split()
-    process = subprocess.Popen(
-        command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+def try_mutant(mutant):
+    """Return a mutant, the test that noticed it or None, and the seconds it took."""
+    start = time.monotonic()
+    file = copy / mutant.file
+    original = file.read_text()
+    file.write_text(original.replace(mutant.before, mutant.after))
     try:
-        output, _ = process.communicate(timeout=PATIENCE)
-        if process.returncode == 1:
-            failed = [line.split(" ", 1)[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            noticed = (failed or ["(no name)"])[0].split(" - ")[0].rpartition("::")[2]
-        elif process.returncode in (0, 5):  # 5: there is no such test
-            noticed = None
-        else:
-            raise UserError(
-                f"{mutant.file}, {mutant.after!r}: pytest exited with {process.returncode}: {output[-500:]}"
-            )
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        noticed = f"(no end within {PATIENCE} s)"
+        failed = trial.run_tests(copy, mutant.tests.split(), PATIENCE)
     finally:
-        (copy / mutant.file).write_text(text)
-    return noticed, time.monotonic() - begin
+        file.write_text(original)
+    return mutant, failed and failed.rpartition("::")[2], time.monotonic() - start
 
 
 def parse_args():
@@ -504,13 +474,15 @@ def main(args):
             print(f"{mutant.file:32} {mutant.breaks}")
         return
     survivors = []
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        copies = Copies(folder)
-        futures = {pool.submit(run, mutant, copies): mutant for mutant in chosen}
-        for future in concurrent.futures.as_completed(futures):
-            mutant = futures[future]
-            noticed, seconds = future.result()
-            print(f"{mutant.file:32} {mutant.breaks:48} {seconds:4.0f} s  {noticed or 'SURVIVED'}", flush=True)
+    trial.import_what_tests_need()
+    context = multiprocessing.get_context("fork")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        context.Pool(args.jobs, start_worker, [folder]) as pool,
+    ):
+        for mutant, noticed, seconds in pool.imap_unordered(try_mutant, chosen):
+            promise = f"{mutant.file:32} {mutant.breaks:48}"
+            print(f"{promise} {seconds:4.0f} s  {noticed or 'SURVIVED'}", flush=True)
             survivors += [mutant] * (noticed is None)
     if survivors:
         raise UserError(f"{len(survivors)} of {len(chosen)} mutants survived: write a test for each")

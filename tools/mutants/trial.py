@@ -1,0 +1,118 @@
+"""Run tests on a copy of the repository that has a fault.
+
+The tests run in a process that is forked from one that has imported torch, which spares seconds for
+each fault.
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("common", "imagenet", "tools", "launch", "ranks", "processes")  # packages, and test helpers
+NOT_COPIED = (".git", ".venv*", "data", "checkpoints", "site", "__pycache__", ".*_cache")
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER in linux/prctl.h
+CANNOT_START = "(the tests cannot be imported)"
+
+
+def import_what_tests_need():
+    """Import the packages that nearly every test needs, and none of this repository."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import PIL.Image
+    import pytest
+    import torch._dynamo
+    import torch.distributed.nn
+    import torchvision.transforms.v2
+
+    return PIL, pytest, torch, torchvision
+
+
+def make_copy(folder):
+    """Copy the repository into a folder, and link .venv and .git."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    for name in (".venv", ".git"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def run_tests(copy, tests, seconds):
+    """Run tests in a copy until one fails.
+
+    Args:
+        copy: Path.
+        tests: names as pytest prints them.
+        seconds: float, after which a test that still runs counts as failed.
+
+    Returns:
+        the name of the test that failed, or None if all passed.
+    """
+    log = copy.with_name(f"{copy.name}.log")
+    pid = os.fork()
+    if pid == 0:
+        become_pytest(copy, tests, seconds, log)
+    deadline = time.monotonic() + 60 + 2 * seconds
+    code = None
+    while code is None and time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.1)
+    if code is None:
+        kill_descendants(pid)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return "(no end)"
+    if code in (0, 5):  # 5: no test, because a fault cannot be in the way
+        return None
+    text = log.read_text(errors="replace")
+    names = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
+    return names[0] if names else CANNOT_START
+
+
+def become_pytest(copy, tests, seconds, log):
+    """Run pytest in this process, a child, and exit."""
+    code = 3
+    try:
+        os.setsid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(SUBREAPER, 1)  # to find every process that a test leaves behind
+        os.chdir(copy)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        for name in list(sys.modules):
+            if name.partition(".")[0] in OURS:
+                del sys.modules[name]
+        sys.path[:] = [str(copy), *(p for p in sys.path if not Path(p).is_relative_to(ROOT))]
+        sys.path.append(next((ROOT / ".venv").glob("lib/python*/site-packages")).as_posix())
+        sys.modules["__main__"] = types.ModuleType("__main__")  # processes of tests import it again
+        sys.argv = ["pytest"]
+        import pytest
+
+        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--durations=0"]
+        options += [f"--timeout={seconds:.0f}", "--tb=line"]
+        code = int(pytest.main([*options, *tests]))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kill_descendants(os.getpid())
+    finally:
+        os._exit(code)
+
+
+def kill_descendants(pid):
+    """Kill the processes that a process has started, and theirs."""
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
