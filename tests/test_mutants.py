@@ -37,12 +37,14 @@ def repository(tmp_path, monkeypatch):
     (root / ".venv/lib/python3/site-packages").mkdir(parents=True)
     (root / "code.py").write_text("def double(x):\n    y = x * 2\n    log = x\n    return y\n")
     (root / "tests/test_code.py").write_text(
+        "import multiprocessing\n"
         "import time\n"
         "import runpy\n"
         "double = runpy.run_path('code.py')['double']\n"
         "def test_broken():\n    assert double(0) == 1\n"
         "def test_zero():\n    assert double(0) == 0\n"
         "def test_three():\n    assert double(3) == 6\n"
+        "def test_main():\n    assert not multiprocessing.parent_process()\n"
         "def test_hang():\n    time.sleep(100)\n"
     )
     monkeypatch.setattr(trial, "ROOT", root)
@@ -139,19 +141,18 @@ def fault_in(root, before, after):
     return next(fault for fault in made if (fault.before, fault.after) == (before, after))
 
 
-def test_a_fault_is_noticed_by_a_test_that_passes_without_it(repository, tmp_path, monkeypatch):
-    tests = ["test_broken", "test_zero", "test_three"]
+def test_a_fault_is_noticed_by_a_test_that_passes_without_it(repository, tmp_path):
+    tests = ["test_broken", "test_zero", "test_three", "test_main"]
     record = {f"tests/test_code.py::{name}": entry(1, "code.py::double") for name in tests}
-    worker = sample.Worker(tmp_path, record, budget=100)
-    monkeypatch.setattr(sample, "worker", worker, raising=False)
-    line = sample.try_fault(fault_in(repository, "y = x * 2", "y = x / 2"))
-    assert line["noticed"] == "tests/test_code.py::test_three"
-    line = sample.try_fault(fault_in(repository, "log = x", "log = None"))
-    assert line["noticed"] == sample.SURVIVED
-    assert (worker.copy / "code.py").read_text() == (repository / "code.py").read_text()
-    record.clear()
-    line = sample.try_fault(fault_in(repository, "log = x", "log = None"))
-    assert line["noticed"] == sample.NOT_REACHED
+    todo = [fault_in(repository, "y = x * 2", "y = x / 2"), fault_in(repository, "log = x", "log = None")]
+    trials = sample.Trials(record, budget=100)
+    results = dict(trial.run_all(trials, todo, jobs=2, folder=tmp_path))
+    assert results[todo[0]][0] == "tests/test_code.py::test_three"
+    assert results[todo[1]][0] == sample.SURVIVED
+    original = (repository / "code.py").read_text()
+    assert (tmp_path / "copy-0/code.py").read_text() == original
+    nobody = sample.Trials({}, budget=100)
+    assert nobody(tmp_path / "copy-0", todo[0])[0] == sample.NOT_REACHED
 
 
 def test_a_test_that_hangs_has_noticed_the_fault(repository, tmp_path):

@@ -8,8 +8,6 @@ Each mutant names the promise that it breaks and the tests that must fail. A mut
 a test to write. tools/mutants/sample.py makes random faults, which nobody has listed.
 """
 
-import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -439,14 +437,8 @@ def check(mutants):
             raise UserError(f"{mutant.file}: {mutant.before!r} is there {count} times: expected once; mend the mutant")
 
 
-def start_worker(folder):
-    global copy
-    copy = Path(folder, f"copy-{os.getpid()}")
-    trial.make_copy(copy)
-
-
-def try_mutant(mutant):
-    """Return a mutant, the test that noticed it or None, and the seconds it took."""
+def try_mutant(copy, mutant):
+    """Return the test that noticed a mutant, or None, and the seconds it took."""
     start = time.monotonic()
     file = copy / mutant.file
     original = file.read_text()
@@ -455,7 +447,7 @@ def try_mutant(mutant):
         failed = trial.run_tests(copy, mutant.tests.split(), PATIENCE)
     finally:
         file.write_text(original)
-    return mutant, failed and failed.rpartition("::")[2], time.monotonic() - start
+    return failed and failed.rpartition("::")[2], time.monotonic() - start
 
 
 def parse_args():
@@ -475,12 +467,8 @@ def main(args):
         return
     survivors = []
     trial.import_what_tests_need()
-    context = multiprocessing.get_context("fork")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        context.Pool(args.jobs, start_worker, [folder]) as pool,
-    ):
-        for mutant, noticed, seconds in pool.imap_unordered(try_mutant, chosen):
+    with tempfile.TemporaryDirectory() as folder:
+        for mutant, (noticed, seconds) in trial.run_all(try_mutant, chosen, args.jobs, folder):
             promise = f"{mutant.file:32} {mutant.breaks:48}"
             print(f"{promise} {seconds:4.0f} s  {noticed or 'SURVIVED'}", flush=True)
             survivors += [mutant] * (noticed is None)

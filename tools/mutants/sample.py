@@ -11,7 +11,6 @@ command continues where it was stopped.
 """
 
 import json
-import multiprocessing
 import sys
 import tempfile
 import time
@@ -97,55 +96,41 @@ def tests_that_reach(fault, record, budget):
     return chosen
 
 
-class Worker:
-    """A process that tries faults in a copy of the repository of its own."""
+class Trials:
+    """What the trials of faults in one copy of the repository know of its tests."""
 
-    def __init__(self, folder, record, budget):
-        self.copy = Path(folder, f"copy-{multiprocessing.current_process().pid}")
+    def __init__(self, record, budget):
         self.record = record
-        self.budget = budget
-        self.trusted = set()  # tests that pass without a fault
+        self.budget = budget  # seconds of tests per fault
+        self.passing = set()  # tests that pass without a fault
         self.failing = set()  # tests that do not
-        trial.make_copy(self.copy)
 
-    def is_failing_anyway(self, test):
-        if test not in self.trusted | self.failing:
-            if trial.run_tests(self.copy, [test], 600) is None:
-                self.trusted.add(test)
-            else:
-                self.failing.add(test)
-        return test in self.failing
-
-    def try_fault(self, fault):
+    def __call__(self, copy, fault):
         """Return the test that noticed a fault, SURVIVED or NOT_REACHED; and the seconds it took."""
         start = time.monotonic()
         tests = tests_that_reach(fault, self.record, self.budget)
-        file = self.copy / fault.file
+        file = copy / fault.file
         noticed = None if tests else NOT_REACHED
         while tests and noticed is None:
             longest = max(self.record[test]["seconds"] for test in tests)
             original = file.read_text()
             file.write_text(fault.text)
             try:
-                failed = trial.run_tests(self.copy, tests, 60 + 10 * longest)
+                failed = trial.run_tests(copy, tests, 60 + 10 * longest)
             finally:
                 file.write_text(original)
-            if failed in self.record and self.is_failing_anyway(failed):
+            if failed in self.record and self.fails_anyway(copy, failed):
                 tests.remove(failed)
             else:
                 noticed = failed or SURVIVED
-        return noticed or SURVIVED, time.monotonic() - start
+        return noticed or SURVIVED, round(time.monotonic() - start, 1)
 
-
-def start_worker(*args):
-    global worker
-    worker = Worker(*args)
-
-
-def try_fault(fault):
-    noticed, seconds = worker.try_fault(fault)
-    line = {name: getattr(fault, name) for name in fault._fields if name != "text"}
-    return line | {"noticed": noticed, "seconds": round(seconds, 1)}
+    def fails_anyway(self, copy, test):
+        """Return whether a test fails without a fault too."""
+        if test not in self.passing | self.failing:
+            failed = trial.run_tests(copy, [test], 600)
+            (self.failing if failed else self.passing).add(test)
+        return test in self.failing
 
 
 def identity(line):
@@ -242,19 +227,19 @@ def main(args):
         print(f"seed {args.seed}: {len(faults)} faults, {len(todo)} to try", flush=True)
     trial.import_what_tests_need()
     end = time.monotonic() + 60 * args.minutes
-    context = multiprocessing.get_context("fork")
+    trials = Trials(record, args.seconds)
     with tempfile.TemporaryDirectory() as folder:
-        settings = folder, record, args.seconds
-        with context.Pool(args.jobs, start_worker, settings) as pool:
-            for line in pool.imap_unordered(try_fault, todo):
-                show_line(line)
-                done = [other for other in done if identity(other) != identity(line)]
-                done.append(line)
-                if args.output:
-                    write_lines(args.output, done)
-                if time.monotonic() > end:
-                    print(f"stopped after {args.minutes:g} minutes")
-                    break
+        for fault, (noticed, seconds) in trial.run_all(trials, todo, args.jobs, folder):
+            line = {name: getattr(fault, name) for name in fault._fields if name != "text"}
+            line |= {"noticed": noticed, "seconds": seconds}
+            show_line(line)
+            done = [other for other in done if identity(other) != identity(line)]
+            done.append(line)
+            if args.output:
+                write_lines(args.output, done)
+            if time.monotonic() > end:
+                print(f"stopped after {args.minutes:g} minutes")
+                break
     show(done)
 
 

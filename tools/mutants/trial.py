@@ -5,6 +5,7 @@ each fault.
 """
 
 import ctypes
+import json
 import os
 import re
 import shutil
@@ -40,6 +41,38 @@ def make_copy(folder):
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
     for name in (".venv", ".git"):
         (folder / name).symlink_to(ROOT / name)
+
+
+def run_all(work, items, jobs, folder):
+    """Yield (item, work(copy, item)) as they finish: `jobs` processes have a copy each.
+
+    The processes are forked without the multiprocessing package: the tests look at whether that has
+    started them. The results are sent as JSON through a pipe, a short line each.
+    """
+    reader, writer = os.pipe()
+    pids = []
+    for job in range(jobs):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                copy = Path(folder, f"copy-{job}")
+                make_copy(copy)
+                for index in range(job, len(items), jobs):
+                    line = json.dumps([index, work(copy, items[index])])
+                    os.write(writer, line.encode() + b"\n")
+            finally:
+                os._exit(0)
+        pids.append(pid)
+    os.close(writer)
+    try:
+        with open(reader) as lines:
+            for line in lines:
+                index, result = json.loads(line)
+                yield items[index], result
+    finally:
+        kill_descendants(os.getpid())
+        for pid in pids:
+            os.waitpid(pid, 0)
 
 
 def run_tests(copy, tests, seconds):
