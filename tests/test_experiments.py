@@ -60,6 +60,35 @@ def test_on_gpus_a_run_trains_long_enough_to_be_measured():
     assert all(" --epochs 1 " in command for command in commands("speed", LAPTOP))
 
 
+@pytest.mark.flags("tools/experiments.py", "--data-dir", "--arch", "--limit", "--epochs")
+@pytest.mark.flags("tools/experiments.py", "--machine", "--dry-run")
+def test_flags_stand_in_the_commands_that_they_change(monkeypatch, capsys, tmp_path):
+    wanted = {"--data-dir": tmp_path, "--arch": "mnist_net", "--limit": 77, "--epochs": 3}
+    given = [part for flag in wanted.items() for part in flag]
+    # How many of these flags change each command of an experiment
+    taken = {"accuracy": 4, "syncbn": 4, "speed": 2, "scaling": 2}
+    for name in experiments.EXPERIMENTS:
+        changed = [f" {flag} {value} " for flag, value in list(wanted.items())[: taken[name]]]
+        for command in commands(name, LAPTOP):
+            assert not [part for part in changed if part in f"{command} "], command
+        for command in commands(name, LAPTOP, *given):
+            assert not [part for part in changed if part not in f"{command} "], command
+            assert "cifar10" not in command
+    speed = commands("speed", LAPTOP, *given)
+    limits = {re.search(r"--limit (\d+) --epochs 1 ", command)[1] for command in speed}
+    assert limits == {"77", "154"}, "for each of one and two processes"
+    assert all(" --limit 77 --epochs 3 " in command for command in commands("speed", BOX, *given))
+
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    monkeypatch.setattr(Machine, "here", lambda: LAPTOP)
+    monkeypatch.setattr(experiments, "execute", None)
+    experiments.main(asked("accuracy", "--machine", "mine", "--dry-run"))
+    out = capsys.readouterr().out
+    assert "this machine: mine (2 cores)" in out and "accuracy/mine.jsonl" in out
+    assert out.splitlines()[-1] == commands("accuracy", LAPTOP)[-1]
+
+
+@pytest.mark.flags("tools/experiments.py", "--processes")
 def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
     assert counts(commands("speed", LAPTOP)) == {1, 2} and counts(commands("speed", BOX)) == {1, 2, 4, 8}
     assert counts(commands("speed", ONE_GPU)) == {1}
@@ -86,6 +115,7 @@ def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
         commands("syncbn", LAPTOP, "--processes", 1)
 
 
+@pytest.mark.flags("tools/experiments.py", "--list", "--dry-run")
 def test_a_list_goes_on_after_an_experiment_that_this_machine_cannot_do(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
     monkeypatch.setattr(Machine, "here", lambda: ONE_GPU)
@@ -115,6 +145,7 @@ def test_the_ladders_of_accuracy_differ_in_what_they_are_about():
     assert all("--nproc-per-node=16 " in command for command in plan[1:])
 
 
+@pytest.mark.flags("tools/experiments.py", "--repeats")
 def test_synchronised_batch_norm_is_compared_on_the_same_images_in_a_step():
     plan = commands("syncbn", LAPTOP, "--repeats", 1)
     synced = [command for command in plan if command.endswith(" --sync-bn")]
@@ -251,6 +282,7 @@ def test_half_a_run_counts_as_none(results):
     assert experiments.recorded(path) == {"bench", "a --epochs 3"}
 
 
+@pytest.mark.flags("tools/experiments.py", "--machine")
 def test_a_file_that_holds_no_records_is_named_before_anything_runs(results, capsys):
     (results / "speed").mkdir(parents=True)
     (results / "speed/tiny.jsonl").write_text('{"command": "a"}\nhello\n')
