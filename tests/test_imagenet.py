@@ -78,6 +78,7 @@ def wait_briefly_for_torchrun(rank):
     elastic.SIGNAL_DELAY = 0.2
 
 
+@pytest.mark.flags("06_imagenet.py", "--resume")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_leave(train, one_each, tmp_path, name):
     options = [one_each, "--batch-size", 8, "--eval-every", 0]  # a signal in an evaluation: see the test below
@@ -198,6 +199,10 @@ def prepare_plain_training(scaled, rank):
         torch.amp.GradScaler = lambda device, enabled: original(device, enabled=True)
 
 
+@pytest.mark.flags("06_imagenet.py", "--dummy", "--image-size", "--arch", "--epochs", "--lr")
+@pytest.mark.flags("06_imagenet.py", "--batch-size", "--warmup-epochs", "--seed", "--log-file")
+@pytest.mark.flags("06_imagenet.py", "--momentum", "--weight-decay", "--label-smoothing")
+@pytest.mark.flags("06_imagenet.py", "--clip-grad")
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_training_is_that_of_a_plain_pytorch_loop(scaled, tmp_path):
     """Two ranks, two epochs of three steps; the learning rates and the parameter groups are written out here."""
@@ -243,6 +248,7 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(scaled, tmp_path):
     assert [record["train_acc"] for record in records] == pytest.approx(accuracies, abs=1e-3)
 
 
+@pytest.mark.flags("06_imagenet.py", "--keep", "--resume")
 def test_the_counts_of_an_epoch_go_on_where_a_killed_run_stopped(train, one_each, tmp_path):
     options = [one_each, "--batch-size", 10, "--epochs", 1, "--checkpoint-every", 1, "--keep", 2]
     options += ["--deterministic", "--eval-every", 0]
@@ -264,6 +270,7 @@ def note_seeds(folder, rank):
     torch.manual_seed = manual_seed
 
 
+@pytest.mark.flags("06_imagenet.py", "--accumulate")
 def test_dropout_differs_in_every_micro_batch_of_every_rank(train, tmp_path):
     options = ["--dummy", 24, "--batch-size", 12, "--epochs", 2, "--accumulate", 2, "--eval-every", 0]
     assert train("run", 2, *options, prepare=functools.partial(note_seeds, tmp_path)).wait() == [0, 0]
@@ -310,6 +317,7 @@ def test_all_ranks_save_the_same_state_with_averaged_buffers_too(train, one_each
     assert all(same(one[part], other[part]) for part in one)
 
 
+@pytest.mark.flags("06_imagenet.py", "--ema")
 def test_the_averaged_weights_are_what_is_evaluated(train, one_each, tmp_path):
     """With an average that hardly moves, the evaluated model is the one after the first step."""
     options = [one_each, "--batch-size", 10, "--epochs", 2, "--lr", 1, "--warmup-epochs", 0, "--ema", 0.999999]
@@ -341,6 +349,7 @@ def test_the_first_step_begins_the_average(train, tmp_path):
     assert same(final(tmp_path / "run")["ema"], final(tmp_path / "run")["model"])
 
 
+@pytest.mark.flags("06_imagenet.py", "--eval-every")
 def test_eval_every_says_after_which_epochs_a_model_is_evaluated():
     def due(every):
         return [script.evaluation_due(SimpleNamespace(eval_every=every, epochs=5), epoch) for epoch in range(5)]
@@ -413,6 +422,7 @@ def test_best_is_the_first_epoch_of_the_best_accuracy(train, tmp_path):
     assert "done: top-1 50.000%, best 50.000% after 4 epochs" in ranks.output()
 
 
+@pytest.mark.flags("06_imagenet.py", "--evaluate", "--weights")
 def test_every_test_image_counts_once_on_any_number_of_ranks(train, one_each, tmp_path):
     assert train("run", 1, one_each, "--epochs", 1, "--batch-size", 20, "--ema", 0.5).wait() == [0]
     best = tmp_path / "run/checkpoints/best.pt"
@@ -472,6 +482,7 @@ def final_step(folder):
     return decode(read_file(max(folder.glob("step-*.pt"))))["step"]
 
 
+@pytest.mark.flags("06_imagenet.py", "--checkpoints-path")
 def test_folders_side_by_side_on_one_disk_are_not_taken_for_a_shared_one(one_each, tmp_path):
     flags = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0, *SMALL_06]
     ranks = Ranks(new_folder(tmp_path, "run"), 2, flags, nodes=2, prepare=functools.partial(name_a_folder, tmp_path))
@@ -483,6 +494,7 @@ def name_a_folder(where, rank):
     sys.argv += ["--checkpoints-path", str(where / f"of-rank{rank}")]
 
 
+@pytest.mark.flags("06_imagenet.py", "--checkpoint-every")
 def test_machines_with_a_shared_folder_write_each_checkpoint_once(train, one_each, tmp_path):
     flags = ["--batch-size", 20, "--epochs", 1, "--checkpoint-every", 1, "--eval-every", 0]
     ranks = train("run", 2, one_each, *flags, nodes=2, prepare=count_writes)
@@ -563,6 +575,7 @@ def test_a_resumed_run_cuts_batches_as_the_flags_say_or_into_micro_batches_as_sm
     assert "resuming with other flags: --accumulate 2 -> 3" in capsys.readouterr().out
 
 
+@pytest.mark.flags("06_imagenet.py", "--val-path")
 def test_validation_images_lie_beside_the_training_images_or_where_val_path_says(one_each, tmp_path):
     write_images(tmp_path, "test", (40, 44), ["a", "b"], 1)
     train, val = str(one_each / "train"), str(one_each / "val")
@@ -573,6 +586,7 @@ def test_validation_images_lie_beside_the_training_images_or_where_val_path_says
         build_datasets(parse_06(one_each, "--val-path", tmp_path / "test"))
 
 
+@pytest.mark.flags("06_imagenet.py", "--arch")
 def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset():
     args = parse_06("--dummy", 2, "--arch", "timm:resnet10t", "--channels-last")
     model = build_model(args, DummyImages(2, 32, num_classes=7))
@@ -582,6 +596,7 @@ def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset():
         build_model(parse_06("--dummy", 2, "--arch", "timm:nothing"), DummyImages(2, 32))
 
 
+@pytest.mark.flags("06_imagenet.py", "--tensorboard", "--log-file", "--print-every")
 @pytest.mark.slow
 def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, one_each, tmp_path):
     flags = [one_each, "--batch-size", 8, "--epochs", 2, "--sync-bn", "--log-file", tmp_path / "log.jsonl"]
@@ -606,6 +621,23 @@ def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, 
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     assert {"train/loss", "train/lr", "speed/images_per_second", "test/top1"} <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("test/top1")] == [5, 10]
+    scalars = {}
+    for name in events.Tags()["scalars"]:
+        scalars[name] = {event.step: event.value for event in events.Scalars(name)}
+    for name, key in (("test/top1", "test_acc"), ("test/top5", "test_top5")):
+        assert scalars[name] == pytest.approx({5 * r["epoch"]: r[key] for r in records}, abs=1e-3)
+    line = r"== step: .* loss: ([\d.]+) \| top-1: +([\d.]+)% \| (\d+) img/s \| "
+    line += r"lr ([\d.e-]+) \| data ([\d.]+)%"
+    rows = re.findall(line, ranks.output())
+    assert len(rows) == 10, "--print-every 1"
+    for k, (loss, top1, speed, lr, waiting) in enumerate(rows, start=1):
+        assert scalars["train/loss"][k] == pytest.approx(float(loss), abs=6e-4)
+        assert scalars["train/top1"][k] == pytest.approx(float(top1), abs=6e-4)
+        assert scalars["train/lr"][k] == pytest.approx(float(lr), rel=1e-3)
+        assert scalars["speed/images_per_second"][k] == pytest.approx(float(speed), abs=0.51)
+        assert scalars["speed/data"][k] == pytest.approx(float(waiting) / 100, abs=6e-4)
+        assert float(top1) <= scalars["train/top5"][k] <= 100
+        assert 0 <= scalars["speed/communication"][k] <= 1
 
 
 def test_a_step_line_tells_means_speed_and_time_left_as_computed_by_hand(monkeypatch, capsys):
@@ -730,6 +762,8 @@ def test_a_warm_up_as_long_as_the_training_and_an_unused_test_folder_are_named(t
     assert said("--epochs", 5, "--evaluate", "--weights", "w.pt") == ""
 
 
+@pytest.mark.flags("06_imagenet.py", "--schedule", "--step-epochs", "--warmup-epochs")
+@pytest.mark.flags("06_imagenet.py", "--lr", "--batch-size")
 def test_the_rate_warms_up_to_its_peak_and_falls_to_nothing():
     args = parse_06("--dummy", 2, "--batch-size", 1024, "--lr", 0.2)
     assert script.learning_rate(args, 0) == pytest.approx(0.08), "a tenth of the peak of 0.2 x 1024 / 256"
@@ -808,6 +842,7 @@ def test_a_wrong_flag_is_one_line(flags, message, capsys):
     assert end.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.flags("06_imagenet.py", "--dist-init-method", "--accumulate")
 def test_what_cannot_train_says_so_before_it_begins(train, one_each, tmp_path):
     cases = {
         "--batch-size 8 leaves 0 to 1 images for each of 2 processes in 8 micro-batches: expected 2 or more; at least "
@@ -835,6 +870,7 @@ def test_torchrun_without_the_variable_that_keeps_restarts_apart_is_warned_of(tr
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine" in ranks.output()
 
 
+@pytest.mark.flags("06_imagenet.py", "--sync-bn", "--eval-every")
 def test_sync_bn_with_one_process_is_said_to_do_nothing(train, one_each):
     ranks = train("run", 1, one_each, "--sync-bn", "--epochs", 1, "--batch-size", 20, "--eval-every", 0)
     assert ranks.wait() == [0] and "--sync-bn with one process: ordinary batch norm" in ranks.output()
@@ -859,6 +895,7 @@ def count_graphs(rank):
     Progress.close = close
 
 
+@pytest.mark.flags("06_imagenet.py", "--compile")
 @pytest.mark.slow
 def test_no_rank_compiles_again_for_a_piece_of_another_size(train, tmp_path):
     """Rank 0 gets pieces of 31 and 32 images, rank 1 of 32. A rank that compiled alone would let the other wait."""
