@@ -248,6 +248,7 @@ def test_weights_come_from_a_checkpoint_or_a_state_dict_and_from_nothing_else(tm
     assert not (tmp_path / "it-ran").exists()
 
 
+@pytest.mark.flags("06_imagenet.py", "--checkpoint-every")
 def test_a_save_interval_counts_steps_or_seconds():
     interval = SaveInterval("3")
     assert [step for step in range(1, 10) if interval.planned(step)] == [3, 6, 9] and not interval.overdue()

@@ -96,6 +96,7 @@ def test_digits_are_shifted_but_never_mirrored():
     assert not torch.equal(augmented, augmented[:1].expand_as(augmented))
 
 
+@pytest.mark.flags("01 to 05", "--augment")
 def test_without_augmentation_images_are_only_normalised():
     train_set = memory_images()
     augment, normalize = data.build_transforms(train_set, flags("--no-augment"), CPU)
@@ -155,6 +156,7 @@ def test_a_last_batch_of_one_image_is_left_out_of_training_and_kept_in_evaluatio
 # shapes
 
 
+@pytest.mark.flags("01 to 05", "--limit")
 def test_a_limit_takes_the_same_images_of_every_class():
     few, test = data.build_datasets(flags("--limit", 500))
     again, _ = data.build_datasets(flags("--limit", 500, "--seed", 3))
@@ -165,6 +167,7 @@ def test_a_limit_takes_the_same_images_of_every_class():
     assert len(more) == 50_000
 
 
+@pytest.mark.flags("01 to 05", "--limit")
 def test_a_limit_of_a_folder_takes_images_of_every_class(small_folder):
     few, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", small_folder, "--limit", 12))
     assert len(few) == 12 and few.targets.bincount(minlength=2).min() >= 2 and len(test) == 24
@@ -222,6 +225,7 @@ def test_small_images_of_several_sizes_are_decoded_as_they_come(small_folder):
     assert train[0][0].shape == (3, 224, 224)
 
 
+@pytest.mark.flags("01 to 05", "--augment")
 def test_large_images_are_cropped_to_what_a_network_expects(large_folder):
     train, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
     assert (len(train), len(test), train.in_memory) == (24, 8, False)
@@ -264,6 +268,7 @@ def test_a_damaged_image_is_named_in_one_line_also_when_a_worker_finds_it(large_
 # cifar10 and mnist
 
 
+@pytest.mark.flags("01 to 05", "--dataset", "--data-dir")
 def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
@@ -287,6 +292,7 @@ def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     assert np.array_equal(test.__getitems__([4, 7])[0].flatten(1).numpy(), rows["test_batch"][[4, 7]])
 
 
+@pytest.mark.flags("01 to 05", "--dataset", "--data-dir", "--limit")
 def test_mnist_is_read_from_its_own_files(tmp_path):
     write_mnist(tmp_path / "MNIST" / "raw", 30)
     train, test = data.build_datasets(flags("--dataset", "mnist", "--data-dir", tmp_path, "--limit", 20))
@@ -318,6 +324,7 @@ class CountingHandler(http.server.SimpleHTTPRequestHandler):
         """Print nothing."""
 
 
+@pytest.mark.flags("01 to 05", "--download")
 @pytest.mark.slow
 def test_two_processes_that_ask_for_a_download_fetch_it_once(tmp_path):
     write_mnist(tmp_path / "raw", 10)

@@ -77,6 +77,7 @@ def test_freezing_nothing_or_everything_is_refused():
         finetune.freeze(model_of("resnet18", 4), Prefixes(["conv1", "bn1", "layer", "fc"]))
 
 
+@pytest.mark.flags("06_imagenet.py", "--weights", "--new-head", "--freeze")
 def test_a_part_of_a_model_is_trained_on_other_classes_by_two_ranks_and_resumed(train, one_each, tmp_path):
     dummy = ["--dummy", 20, "--epochs", 1, "--batch-size", 10]
     assert train("before", 1, *dummy).wait() == [0]
@@ -100,6 +101,7 @@ def test_a_part_of_a_model_is_trained_on_other_classes_by_two_ranks_and_resumed(
     assert other_parts.wait() == [2] and "--freeze features, but" in other_parts.output()
 
 
+@pytest.mark.flags("06_imagenet.py", "--weights")
 def test_weights_of_torchvision_are_downloaded_by_one_rank_and_read_by_all(monkeypatch):
     calls = []
 

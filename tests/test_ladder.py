@@ -125,6 +125,7 @@ def distance(a, b):
 WORLDS = [("torchrun", 2), ("mp.spawn", 2), ("srun", 2), ("forked", 4)]
 
 
+@pytest.mark.flags("01 to 05", "--batch-size", "--lr", "--lr-scaling", "--augment", "--save")
 @pytest.mark.parametrize(("launcher", "world_size"), WORLDS)
 def test_a_network_without_batch_norm_learns_the_same_on_any_number_of_processes(train, launcher, world_size):
     one, many = train("python", 1, "mnist_net"), train(launcher, world_size, "mnist_net")
@@ -141,6 +142,7 @@ def test_a_network_without_batch_norm_learns_the_same_on_any_number_of_processes
     )
 
 
+@pytest.mark.flags("03 to 05", "--sync-bn")
 @pytest.mark.slow
 def test_resnet18_with_synchronised_batch_norm_learns_the_same_on_two_processes_as_on_one(train):
     """In float64. In float32 no two ways to add up the same numbers stay together: one process that takes the images
@@ -168,6 +170,7 @@ def test_without_the_wrap_a_rank_learns_from_its_own_images_alone(train):
     assert distance(alone, one) > 1e-3
 
 
+@pytest.mark.flags("01 to 05", "--log-file")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_1003_test_images_are_counted_once_each_on_any_number_of_processes(world_size, tmp_path):
     """At a rate too low to change a weight, so that every run tests the same network. Its seed is one that gets the

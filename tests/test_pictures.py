@@ -85,6 +85,7 @@ def test_the_overlap_in_the_picture_is_that_of_the_model():
     assert ends[-1] + step.total - step.ready[-1] == step_seconds(step, lambda size: size)
 
 
+@pytest.mark.flags("tools/bench/trace.py", "--trace", "--log-file")
 @pytest.mark.slow
 def test_a_trace_shows_the_parts_of_a_step_and_the_share_of_the_all_reduces_that_is_hidden(tmp_path):
     given = ["--trace", tmp_path / "trace.json", "--batch-size", 2, "--log-file", tmp_path / "log.jsonl"]

@@ -44,6 +44,7 @@ def on_two(hosts, *flags, variables=({}, {}), fake=None):
     return end
 
 
+@pytest.mark.flags("launch/preflight.py", "--json")
 @pytest.mark.slow
 def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by_size(hosts):
     torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=1", f"--master-addr={hosts.addresses[0]}"]

@@ -76,6 +76,7 @@ def test_new_images_of_a_class_with_one_validation_image_do_not_move_it(flowers,
     assert before.items() <= after.items() and len(after) == len(before) + 40
 
 
+@pytest.mark.flags("tools/prepare_imagenet.py", "--short-side")
 def test_large_images_are_resized_on_their_short_side_and_small_ones_kept(flowers, tmp_path, monkeypatch):
     (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))
     (flowers / "rose/small.png").write_bytes(photo((20, 10), kind="PNG"))

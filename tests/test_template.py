@@ -57,6 +57,7 @@ def numbers(lines):
 FLAGS = ["train.py", "--epochs", 3, "--batch-size", 500]
 
 
+@pytest.mark.flags("template/train.py", "--resume", "--checkpoints", "--epochs")
 def test_two_processes_train_the_same_as_one_which_goes_on_for_more_epochs(project, one, two):
     (one, checkpoints), (two, checkpoints_of_two) = one, two
     assert len(one) == 4 and re.match(r"epoch 1/3: train loss [\d.]+, accuracy [\d.]+% \| validation loss", one[0])
@@ -74,6 +75,7 @@ def test_two_processes_train_the_same_as_one_which_goes_on_for_more_epochs(proje
     assert float(re.search(r"train loss ([\d.]+)", more[1])[1]) < before, "it goes on to learn"
 
 
+@pytest.mark.flags("template/train.py", "--resume")
 def test_a_killed_run_continues_with_the_same_bits(project, two):
     text = (project / "train.py").read_text()
     saved = "            save(last_pt, state, d)\n"

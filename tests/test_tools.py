@@ -113,6 +113,7 @@ def bench(*given):
     return out
 
 
+@pytest.mark.flags("tools/bench/input.py", "--dataset", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_input_benchmark_compares_four_loops_on_small_images(small_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
@@ -137,6 +138,8 @@ def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_
     assert re.search(r"^ours / classic\s+[\d.]+ \(", out, re.M)
 
 
+@pytest.mark.flags("tools/bench/reencode.py", "--data-dir", "--short-side")
+@pytest.mark.flags("tools/bench/reencode.py", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_benchmark_of_reencoding_reads_smaller_copies(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
@@ -160,6 +163,7 @@ def test_a_benchmark_of_too_few_steps_says_so(small_folder):
     assert "2 steps are too few to time, expected 10 or more: lower --batch-size" in err
 
 
+@pytest.mark.flags("tools/bench/ddp.py", "--launches", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path):
     log = tmp_path / "bench.jsonl"
@@ -181,6 +185,8 @@ def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path)
     assert re.search(rf"^  1 processes +{launch['seconds']:.1f} \(", out, re.M)
 
 
+@pytest.mark.flags("tools/bench/finetune.py", "--data-dir", "--tuning-epochs", "--images")
+@pytest.mark.flags("tools/bench/finetune.py", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_finetune_benchmark_trains_in_three_ways_on_the_other_half_of_the_classes(tmp_path):
     for split in ("train", "val"):
@@ -197,6 +203,7 @@ def test_the_finetune_benchmark_trains_in_three_ways_on_the_other_half_of_the_cl
         assert re.search(rf"^{row['way']} +{row['test_acc']:.1f} \(", out, re.M)
 
 
+@pytest.mark.flags("tools/bench/train.py", "--data-dir", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
@@ -239,6 +246,7 @@ def test_the_steps_of_the_ladder_are_listed_and_shown(capsys, monkeypatch):
         steps.main()
 
 
+@pytest.mark.flags("tools/bench/rendezvous.py", "--ranks", "--start", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_resolve_quickly_and_slowly(tmp_path):
     log = tmp_path / "rendezvous.jsonl"
@@ -257,6 +265,7 @@ def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_reso
             assert least < seconds and f"{seconds:.2f} s" in out
 
 
+@pytest.mark.flags("tools/bench/rendezvous.py", "--names", "--ranks", "--start", "--log-file")
 @pytest.mark.slow
 def test_64_ranks_rendezvous_where_the_name_server_does_not_answer(tmp_path):
     need(bench_rendezvous.missing())
