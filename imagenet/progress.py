@@ -114,10 +114,17 @@ class Progress(Report):
             self.waiting.begin()
             batch = next(batches)
             self.waiting.end()
-            self.images += len(batch[1])
+            if count % self.accumulate == 0:
+                # Of all ranks: their pieces of a step may differ in size by one image.
+                self.images += self.batches.step_size(self.first_step + count // self.accumulate - 1)
             yield batch
             if count == warmup_steps(steps) * self.accumulate:
                 self.timing_start = self._mark()
+
+    def _speed(self, start):
+        """Return the images per second of all processes since a mark."""
+        now, images = self._mark()
+        return (images - start[1]) / (now - start[0])
 
     def due(self, step):
         """Return whether this step, counted from 0, gets a line. It is the same on every rank."""

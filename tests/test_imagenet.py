@@ -641,13 +641,13 @@ def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, 
 
 
 def test_a_step_line_tells_means_speed_and_time_left_as_computed_by_hand(monkeypatch, capsys):
-    """Two ranks in the second of three epochs of ten steps, resumed after step 4 and now after step 8, 40 s later."""
+    """In the second of three epochs of ten steps, resumed after step 4 and now after step 8, 40 s later."""
     monkeypatch.setattr("imagenet.progress.time.perf_counter", lambda: 140.0)
     progress = Progress.__new__(Progress)
     progress.args, progress.rank, progress.device = SimpleNamespace(epochs=3), 0, torch.device("cpu")
     progress.record, progress.steps, progress.epoch, progress.first_step = {"world_size": 2}, 10, 1, 4
     progress.epoch_start = progress.line_start = (100.0, 50)
-    progress.images, progress.totals, progress.waited, progress.communicated = 250, [30.0, 10.0, 20.0, 100.0], 0.0, 0.0
+    progress.images, progress.totals, progress.waited, progress.communicated = 450, [30.0, 10.0, 20.0, 100.0], 0.0, 0.0
     progress.communication, progress.tensorboard, progress.waiting = None, None, SimpleNamespace(read=lambda: 10.0)
     progress.bar = SimpleNamespace(set_postfix_str=lambda text: None)
     progress.show_step(7, torch.tensor([230.0, 110.0, 320.0, 500.0]), 0.05)
