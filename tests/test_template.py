@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT
 from processes import without_gloo
 from ranks import Ranks
+from torch.nn.functional import cross_entropy
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 
@@ -73,6 +74,60 @@ def test_two_processes_train_the_same_as_one_which_goes_on_for_more_epochs(proje
     assert [line[:9] for line in more] == ["epoch 4/5", "epoch 5/5", "done: tes"]
     before = float(re.search(r"train loss ([\d.]+)", one[2])[1])
     assert float(re.search(r"train loss ([\d.]+)", more[1])[1]) < before, "it goes on to learn"
+
+
+def plain_loop():
+    """The lines that FLAGS give, as lists of numbers, and the momenta after the last step. Data and model are written
+    out here; one batch holds what the processes share."""
+    inputs = torch.randn(12000, 20, generator=torch.Generator().manual_seed(0))
+    targets = inputs[:, :5].argmax(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+
+    def evaluate(first, last):
+        with torch.no_grad():
+            outputs = model(inputs[first:last])
+            losses = cross_entropy(outputs, targets[first:last], reduction="none").tolist()
+            right = (outputs.argmax(1) == targets[first:last]).tolist()
+        return sum(losses) / len(losses), 100 * sum(right) / len(right)
+
+    lines = []
+    for epoch in range(3):
+        order = torch.randperm(10000, generator=torch.Generator().manual_seed(epoch))
+        losses, right = [], []
+        for batch in order.split(500):
+            outputs = model(inputs[batch])
+            loss = cross_entropy(outputs, targets[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses += cross_entropy(outputs, targets[batch], reduction="none").tolist()
+            right += (outputs.argmax(1) == targets[batch]).tolist()
+        scheduler.step()
+        trained = sum(losses) / len(losses), 100 * sum(right) / len(right)
+        lines.append([*trained, *evaluate(10000, 11000)])
+    lines.append(evaluate(11000, 12000))
+    return lines, model, [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+
+
+@pytest.mark.parametrize("processes", ["one", "two"])
+def test_losses_and_accuracies_are_those_of_a_plain_loop(processes, request):
+    printed, checkpoints = request.getfixturevalue(processes)
+    lines, model, momenta = plain_loop()
+    for line, expected in zip(printed, lines, strict=True):
+        losses = [float(number) for number in re.findall(r"loss ([\d.]+)", line)]
+        accuracies = [float(number) for number in re.findall(r"accuracy ([\d.]+)%", line)]
+        assert losses == pytest.approx(expected[0::2], abs=2e-4)
+        assert accuracies == pytest.approx(expected[1::2], abs=0.11), "one example of 1000 may be on the edge"
+    saved = torch.load(checkpoints / "last.pt")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(saved["model"][name], value, rtol=1e-3, atol=1e-5)
+    buffers = [saved["optimizer"]["state"][k]["momentum_buffer"] for k in range(4)]
+    torch.testing.assert_close(buffers, momenta, rtol=1e-3, atol=1e-5)
+    assert saved["epoch"] == 3 and saved["optimizer"]["param_groups"][0]["lr"] == 0
+    assert saved["best"] == pytest.approx(max(line[3] for line in lines[:3]) / 100, abs=0.0011)
 
 
 @pytest.mark.flags("template/train.py", "--resume")
