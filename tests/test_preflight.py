@@ -2,11 +2,15 @@
 
 import json
 import re
+import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+import torchvision
 from conftest import ROOT
 from processes import finished
 
@@ -294,3 +298,72 @@ def test_the_interface_of_nccl_is_found_in_its_own_order(monkeypatch, wanted, na
 
 def test_bus_bandwidth_is_what_the_ring_sends():
     assert preflight.bandwidth(1e9, 1.0, 2) == 1e9 and preflight.bandwidth(1e9, 0.5, 4) == 3e9
+
+
+def test_each_rank_of_a_ring_sends_what_the_bandwidth_counts():
+    """A ring of n ranks, played: each chunk is summed on its way around, and then goes around as a sum."""
+    for n in (2, 3, 8):
+        values = [[rank * 10 + chunk for chunk in range(n)] for rank in range(n)]  # n chunks on each rank
+        sums = [sum(column) for column in zip(*values, strict=True)]
+        sent = 0  # chunks, by rank 0
+        for turn in range(2 * (n - 1)):
+            moving = [(rank, (rank - turn) % n, values[rank][(rank - turn) % n]) for rank in range(n)]
+            for rank, chunk, value in moving:
+                sent += rank == 0
+                there = values[(rank + 1) % n]
+                there[chunk] = there[chunk] + value if turn < n - 1 else value
+        assert values == [sums] * n, "an all_reduce"
+        size, seconds = 6000 * n, 0.5
+        assert preflight.bandwidth(size, seconds, n) == pytest.approx(sent * 6000 / seconds)
+
+
+def test_an_all_reduce_is_timed_once_per_call_with_the_bytes_that_it_sends(monkeypatch):
+    """A call takes 1 ms per MiB, and the first one a second more."""
+    now, sizes = 0.0, []
+
+    def all_reduce(tensor, group=None, original=torch.distributed.all_reduce):
+        nonlocal now
+        now += tensor.nbytes / 2**20 / 1000 + (0 if sizes else 1)
+        sizes.append(tensor.nbytes)
+        return original(tensor)
+
+    monkeypatch.setattr(preflight.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(preflight.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(preflight, "SIZES", (2**20, 2**23))
+    pulse = SimpleNamespace(at=lambda stage: None)
+    times = preflight.measure(pulse, torch.distributed.HashStore(), 0, 1, torch.device("cpu"))
+    assert times == [(2**20, pytest.approx(0.001)), (2**23, pytest.approx(0.008))]
+    assert sizes.count(2**20) == 1 + 1, "half a second in all, and the first call took longer"
+    assert sizes.count(2**23) == 1 + 20, "20 at most"
+
+
+def test_the_report_tells_times_in_ms_and_bandwidths_in_gb_per_second():
+    """Of four ranks: 64 MiB in 100 ms. The gradients of ResNet-50 take as much longer as they are larger."""
+    times = [(4096, 0.00025), (2**26, 0.1)]
+    ranks = [fact(rank) for rank in range(4)]
+    with torch.device("meta"):
+        gradients = sum(weight.nbytes for weight in torchvision.models.resnet50().parameters())
+    check = preflight.check_all_reduce(preflight.Outcome(times, None, {}, []), ranks)
+    expected = f"the gradients of ResNet-50 ({gradients / 1e6:.0f} MB) take {100 * gradients / 2**26:.1f} ms"
+    assert (check.verdict, check.found) == ("ok", expected)
+    shown = preflight.show(ranks, {0: 0.0, 1: -0.26}, [check], times)
+    assert re.search(r"^4 KiB +0\.25 ms +0\.02 GB/s$", shown, re.M)  # 4096 bytes * 1.5 / 0.25 ms
+    assert re.search(r"^64 MiB +100\.00 ms +1\.01 GB/s$", shown, re.M)
+    assert re.search(r"^1 +n0 .* -0\.3 s +2$", shown, re.M) and "preflight: 0 of 1 checks failed, 0 with" in shown
+    speeds = json.loads(preflight.as_json(ranks, {}, [check], times))["all_reduce"]
+    assert speeds[1] == {"bytes": 2**26, "seconds": 0.1, "bus_bandwidth": pytest.approx(1.5 * 2**26 / 0.1)}
+
+
+def test_the_facts_of_a_rank_are_those_of_psutil():
+    told = preflight.facts(0, 1, 0, 1, "python")
+    process = psutil.Process()
+    assert told["cores"] == sorted(process.cpu_affinity()) and told["pid"] == process.pid
+    assert told["threads"] == torch.get_num_threads()
+    assert told["shared_memory"] == pytest.approx(psutil.disk_usage("/dev/shm").free, abs=2**26)
+    addresses = {
+        name: next((a.address for a in found if a.family == socket.AF_INET), None)
+        for name, found in psutil.net_if_addrs().items()
+    }
+    assert told["interfaces"] == {name: address for name, address in addresses.items() if address}
+    check = preflight.check_shared_memory([fact(0), fact(1, shared_memory=int(1.5 * 2**30))])
+    assert (check.verdict, check.found) == ("ok", "1.5 GiB or more")
