@@ -2,11 +2,13 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,6 +150,40 @@ def test_a_full_disk_is_noticed_before_anything_is_written(flowers, tmp_path, mo
     with pytest.raises(UserError, match=r"GiB to write, .* GiB free: expected enough space"):
         run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.1)
     assert not files(tmp_path / "a")
+
+
+def test_counts_are_those_of_the_files_that_are_written(flowers, tmp_path, monkeypatch, capsys):
+    (flowers / "rose/half.jpg").write_bytes(photo()[:300])
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
+    out = capsys.readouterr().out
+    train, val, damaged = re.search(r"(\d+) training and (\d+) validation images, less (\d+) damaged", out).groups()
+    written = {split: len(list((tmp_path / "a" / split).rglob("*.jpg"))) for split in ("train", "val")}
+    assert written["train"] > 3 * written["val"] / 2 > 0 and sum(written.values()) == 40
+    assert "41 images, 0 of them done before | 1 processes" in out and int(damaged) == 1
+    assert (int(train), int(val)) in [(written["train"] + 1, written["val"]), (written["train"], written["val"] + 1)]
+
+
+@pytest.mark.parametrize("flags", [[], ["--short-side", 20, "--quality", 60]])
+def test_the_estimate_of_the_space_is_what_is_written(flowers, tmp_path, monkeypatch, flags):
+    """Of 40 images all are tried. 5 % of the disk stay free."""
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25, *flags)
+    written = sum(len(data) for data in files(tmp_path / "a").values())
+    original = sum(path.stat().st_size for path in flowers.rglob("*.jpg"))
+    assert written == original if not flags else written < original
+    free = written / 0.95
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: SimpleNamespace(free=free * 0.99))
+    with pytest.raises(UserError, match="expected enough space"):
+        run(monkeypatch, flowers, tmp_path / "b", "--val-share", 0.25, *flags)
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: SimpleNamespace(free=free * 1.01))
+    run(monkeypatch, flowers, tmp_path / "b", "--val-share", 0.25, *flags)
+
+
+def test_the_space_that_is_missing_is_told_in_gib(flowers, tmp_path, monkeypatch):
+    with open(flowers / "rose/huge.jpg", "wb") as file:
+        file.truncate(3 * 2**30)  # a file of zeros, which takes no space
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: SimpleNamespace(free=int(2.5 * 2**30)))
+    with pytest.raises(UserError, match=r"about 3\.0 GiB to write, 2\.5 GiB free"):
+        run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
 
 
 def write_tar(path, members):
