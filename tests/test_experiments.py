@@ -271,6 +271,47 @@ def test_one_failure_does_not_keep_the_other_runs_from_being_recorded(results, m
     assert "[3/5] c" not in capsys.readouterr().out
 
 
+HEADER_AND_RECORD = """\
+import json, sys
+print("01_snsc.py | started by python")
+print("global batch = 8 x 1 = 8 | lr 0.01 -> 0.01", flush=True)
+print("   == test: [1/1] | acc: 50.000%")
+with open(sys.argv[sys.argv.index("--log-file") + 1], "w") as file:
+    file.write(json.dumps({"command": "its own", "epoch": 1, "test_acc": 50.0}) + chr(10))
+"""
+
+
+def test_launch_seconds_end_where_the_header_is_printed(results, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(HEADER_AND_RECORD)
+    times = iter([100.0, 107.254])
+    monkeypatch.setattr(experiments.time, "monotonic", lambda: next(times))
+    command = f"python {tmp_path / 'script.py'}"
+    record = {"command": command, "epoch": 1, "test_acc": 50.0, "launch_seconds": 7.25}
+    assert experiments.execute(command) == [record]
+
+
+def test_the_time_left_is_in_proportion_to_the_images(results, monkeypatch, capsys):
+    """100 images take 20 s, so 800 take 160 s. Then 700 take 180 s, so 200 take 51 s."""
+    todo = [(results / "a/tiny.jsonl", experiments.Run(str(images), images)) for images in (100, 600, 200)]
+    now = 0
+
+    def execute(command):
+        nonlocal now
+        now += {"100": 20, "600": 160, "200": 3500}[command]
+        return [{"command": command}]
+
+    monkeypatch.setattr(experiments, "execute", execute)
+    monkeypatch.setattr(experiments.time, "monotonic", lambda: now)
+    experiments.run_all(todo)
+    told = re.findall(r"recorded; ([\d:]+) passed, about ([\d:]+) left", capsys.readouterr().out)
+    assert told == [("0:00:20", "0:02:40"), ("0:03:00", "0:00:51"), ("1:01:20", "0:00:00")]
+
+
+def test_a_spread_is_the_median_with_least_and_greatest():
+    assert records.spread([3.0, 1.0, 2.26, 9.0], ".1f") == "2.6 (1.0 to 9.0)"
+    assert records.spread([7, 5, 6], "d") == "6 (5 to 7)"
+
+
 def test_half_a_run_counts_as_none(results):
     path = results / "tiny.jsonl"
     path.parent.mkdir()
