@@ -283,8 +283,13 @@ with open(sys.argv[sys.argv.index("--log-file") + 1], "w") as file:
 
 def test_launch_seconds_end_where_the_header_is_printed(results, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(HEADER_AND_RECORD)
-    times = iter([100.0, 107.254])
-    monkeypatch.setattr(experiments.time, "monotonic", lambda: next(times))
+    times = {"global batch": 107.254, "   == test: ": 300.0}  # by the line that is read
+
+    def monotonic():
+        line = sys._getframe(1).f_locals.get("line", "")
+        return times.get(line[:12], 100.0)
+
+    monkeypatch.setattr(experiments.time, "monotonic", monotonic)
     command = f"python {tmp_path / 'script.py'}"
     record = {"command": command, "epoch": 1, "test_acc": 50.0, "launch_seconds": 7.25}
     assert experiments.execute(command) == [record]
