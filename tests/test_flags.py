@@ -53,7 +53,7 @@ from tools import prepare_imagenet
 
 # Scripts that take the same flags from one parser. A group has the flags that all its scripts have.
 GROUPS = {"01 to 05": SCRIPTS, "03 to 05": SCRIPTS[2:]}
-FOLDERS = ("template", "launch", "tools", "tools/bench", "tools/lab", "tools/book")
+FOLDERS = ("template", "launch", "tools", "tools/bench", "tools/lab", "tools/book", "tools/mutants")
 
 # Flags without a test, and why: (script, flag), where * stands for all flags of the script.
 BENCHMARK = "a maintainer's benchmark: its flags choose what is measured, and a slow test runs it"
@@ -63,9 +63,7 @@ DRILL = "for maintainers, takes minutes: tests/test_drill.py runs the drills wit
 MUTANTS = "for maintainers, takes half an hour: it runs the tests in copies of the repository"
 RECORD = "for maintainers: it runs every command of the book that has no output yet"
 DONE = "for maintainers: tests/test_chinese.py calls the function that the flag calls"
-QUALITY = "not proved yet: nobody compares the images of two qualities"
 EXCEPTIONS = {
-    ("tools/prepare_imagenet.py", "--quality"): QUALITY,
     ("tools/bench/ddp.py", "*"): INHERITED,
     ("tools/bench/finetune.py", "*"): BENCHMARK,
     ("tools/bench/input.py", "*"): INHERITED,
@@ -77,9 +75,9 @@ EXCEPTIONS = {
     ("tools/bench/trace.py", "*"): BENCHMARK,
     ("tools/bench/train.py", "*"): BENCHMARK,
     ("tools/lab/drill.py", "*"): DRILL,
-    ("tools/lab/mutants.py", "*"): MUTANTS,
     ("tools/book/book.py", "--record"): RECORD,
     ("tools/book/chinese.py", "--done"): DONE,
+    ("tools/mutants/listed.py", "*"): MUTANTS,
 }
 
 

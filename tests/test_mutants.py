@@ -193,6 +193,40 @@ def test_the_table_counts_noticed_explained_and_survived(monkeypatch, tmp_path, 
     assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "3", "1", "1", "1"]
 
 
+@pytest.mark.flags("tools/mutants/sample.py", "--faults", "--least", "--seed", "--minutes")
+@pytest.mark.flags("tools/mutants/sample.py", "--jobs", "--seconds", "--output", "--again")
+def test_a_sample_continues_and_tries_survivors_again(monkeypatch, tmp_path, capsys):
+    output = tmp_path / "sample.jsonl"
+    tried = []
+
+    def run_all(trials, faults, jobs, folder):
+        tried.append((faults, jobs, trials.budget))
+        for fault in faults:
+            yield fault, (sample.SURVIVED if "None" in fault.after else "a test", 1.0)
+
+    def run(*given):
+        monkeypatch.setattr("sys.argv", ["sample.py", *map(str, given), "--output", str(output)])
+        sample.main(sample.parse_args())
+        return sample.read_lines(output)
+
+    monkeypatch.setattr(trial, "run_all", run_all)
+    monkeypatch.setattr(trial, "import_what_tests_need", lambda: None)
+    monkeypatch.setattr(sample, "read_record", dict)
+    files = ["common/models.py", "imagenet/signals.py"]
+    flags = [*files, "--faults", 12, "--least", 5, "--seed", 2]
+    stopped = run(*flags, "--minutes", 1e-9)
+    assert len(stopped) == 1 and "stopped after 1e-09 minutes" in capsys.readouterr().out
+    lines = run(*flags, "--jobs", 3, "--seconds", 7)
+    assert lines[0] == stopped[0] and len(lines) == 12
+    faults_tried, jobs, seconds = tried[-1]
+    assert (len(faults_tried), jobs, seconds) == (11, 3, 7)
+    expected = faults.sample(ROOT, files, count=12, least=5, seed=2)
+    assert {(line["line"], line["after"]) for line in lines} == {(f.line, f.after) for f in expected}
+    survived = [line for line in lines if line["noticed"] == sample.SURVIVED]
+    run("--again")
+    assert 0 < len(tried[-1][0]) == len(survived) < 12
+
+
 def test_every_explained_fault_is_still_in_the_code():
     for line in sample.read_lines(sample.EXPLAINED):
         code = " ".join(part.strip() for part in (ROOT / line["file"]).read_text().splitlines())

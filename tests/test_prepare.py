@@ -91,6 +91,7 @@ def test_large_images_are_resized_on_their_short_side_and_small_ones_kept(flower
     assert kept.read_bytes() == (flowers / "rose/7.jpg").read_bytes()
 
 
+@pytest.mark.flags("tools/prepare_imagenet.py", "--quality")
 def test_resized_images_have_the_quality_of_the_flag(flowers, tmp_path, monkeypatch):
     """The tables in a JPEG file, by which its numbers were divided, tell the quality."""
     (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))

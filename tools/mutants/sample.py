@@ -116,7 +116,7 @@ class Trials:
             original = file.read_text()
             file.write_text(fault.text)
             try:
-                failed = trial.run_tests(copy, tests, 60 + 10 * longest)
+                failed = trial.run_tests(copy, tests, 40 + 5 * longest)
             finally:
                 file.write_text(original)
             if failed in self.record and self.fails_anyway(copy, failed):
