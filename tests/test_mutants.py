@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 
+from common.errors import UserError
 from tools.mutants import faults, reached, sample, trial
 
 CODE = '''\
@@ -164,6 +165,17 @@ def test_a_test_that_hangs_has_noticed_the_fault(repository, tmp_path):
     (tmp_path / "copy/code.py").write_text("syntax error")
     failed = trial.run_tests(tmp_path / "copy", [zero], seconds=30)
     assert failed in ("tests/test_code.py", trial.CANNOT_START)
+
+
+def test_names_of_tests_may_hold_spaces_and_must_be_known():
+    name = "tests/test_code.py::test_mistakes[--lr - 1 - message]"
+    text = f"...\nFAILED {name} - assert 1 == 2\n1 failed in 0.1s\n"
+    assert trial.failed_test(text, ["tests/test_code.py::test_mistakes[--lr", name]) == name
+    text = "ERROR tests/test_code.py - ImportError: no\n"
+    assert trial.failed_test(text, [name]) == "tests/test_code.py"
+    assert trial.failed_test("ImportError while loading conftest", [name]) == trial.CANNOT_START
+    with pytest.raises(UserError, match="pytest does not know a test"):
+        trial.failed_test(f"ERROR: not found: {name}\n", [name])
 
 
 def test_survivors_are_found_again_after_the_code_has_moved(repository, monkeypatch, capsys):

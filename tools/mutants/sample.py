@@ -11,6 +11,7 @@ command continues where it was stopped.
 """
 
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from common.errors import UserError, one_line_errors
+from common.errors import UserError, one_line, one_line_errors
 from common.flags import Parser, number, whole_number
 from tools.mutants import reached, trial
 from tools.mutants.faults import faults_in, sample
@@ -201,17 +202,19 @@ def show(lines):
 
 
 def read_record():
-    """Return which functions each test executes, for the test files of today."""
+    """Return which functions each test of today executes."""
     record = reached.read()
     if not record:
         raise UserError("which tests execute what is not recorded: python tools/mutants/reached.py")
-    files = {test: ROOT / test.partition("::")[0] for test in record}
-    recorded = reached.RECORD.stat().st_mtime
-    changed = [file for file in ROOT.glob("tests/test_*.py") if file.stat().st_mtime > recorded]
-    if changed:
-        names = " ".join(str(file.relative_to(ROOT)) for file in sorted(changed))
-        print(f"changed since it was recorded: python tools/mutants/reached.py {names}")
-    return {test: entry for test, entry in record.items() if files[test].exists()}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    tests = [line for line in collected.stdout.splitlines() if "::" in line]
+    if collected.returncode:
+        raise UserError(f"the tests cannot be imported: {one_line(collected.stdout)[-300:]}")
+    new = sum(test not in record for test in tests)
+    if new:
+        print(f"{new} tests are not recorded: python tools/mutants/reached.py [FILE ...] [-m slow]")
+    return {test: record[test] for test in tests if test in record}
 
 
 def main(args):

@@ -7,15 +7,17 @@ each fault.
 import ctypes
 import json
 import os
-import re
 import shutil
 import signal
 import sys
 import time
+import traceback
 import types
 from pathlib import Path
 
 import psutil
+
+from common.errors import UserError, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("common", "imagenet", "tools", "launch", "ranks", "processes")  # packages, and test helpers
@@ -60,6 +62,8 @@ def run_all(work, items, jobs, folder):
                 for index in range(job, len(items), jobs):
                     line = json.dumps([index, work(copy, items[index])])
                     os.write(writer, line.encode() + b"\n")
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(0)
         pids.append(pid)
@@ -105,9 +109,20 @@ def run_tests(copy, tests, seconds):
         return "(no end)"
     if code in (0, 5):  # 5: no test, because a fault cannot be in the way
         return None
-    text = log.read_text(errors="replace")
-    names = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M)
-    return names[0] if names else CANNOT_START
+    text = log.read_text(errors="replace").replace(str(copy), str(ROOT))
+    return failed_test(text, tests)
+
+
+def failed_test(text, tests):
+    """Return the name of the first test that failed, from what pytest printed."""
+    if "ERROR: not found" in text:
+        raise UserError(f"pytest does not know a test: {one_line(text)[-300:]}")
+    for line in text.splitlines():
+        kind, _, rest = line.partition(" ")
+        if kind in ("FAILED", "ERROR"):
+            known = [test for test in tests if rest == test or rest.startswith(f"{test} - ")]
+            return max(known, key=len) if known else rest.partition(" - ")[0]
+    return CANNOT_START
 
 
 def become_pytest(copy, tests, seconds, log):
@@ -134,7 +149,8 @@ def become_pytest(copy, tests, seconds, log):
 
         options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--durations=0"]
         options += [f"--timeout={seconds:.0f}", "--tb=line"]
-        code = int(pytest.main([*options, *tests]))
+        names = [test.replace(str(ROOT), str(copy)) for test in tests]  # a few name a path
+        code = int(pytest.main([*options, *names]))
         sys.stdout.flush()
         sys.stderr.flush()
         kill_descendants(os.getpid())
