@@ -84,6 +84,7 @@ EXCEPTIONS = {
 # The table
 
 
+@functools.cache
 def parser_of(script):
     """The parser of a script, which is run until it parses its flags."""
 
@@ -190,6 +191,13 @@ def test_no_mark_and_no_exception_names_what_does_not_exist(existing):
     assert [pair for pair in all_marks() if pair not in existing] == []
     named = [*existing, *((script, "*") for script, _ in existing)]
     assert [pair for pair in EXCEPTIONS if pair not in named] == []
+
+
+def test_help_begins_with_the_docstring_of_the_script():
+    for script in scripts_with_flags():
+        docstring = ast.get_docstring(ast.parse((ROOT / script).read_text()), clean=False)
+        shown = " ".join(parser_of(script).format_help().split())
+        assert " ".join(docstring.split()) in shown, script
 
 
 def test_the_parsers_of_all_kinds_of_scripts_are_found(existing):

@@ -102,6 +102,17 @@ def test_the_order_of_images_begins_as_distributed_samplers_and_then_changes(run
     assert second != first and sorted(second) == sorted(first)
 
 
+@pytest.mark.parametrize("script", IN_PROCESS)
+def test_a_last_batch_of_one_image_trains_nothing(run, tmp_path, script):
+    """Batch norm could not train on it."""
+    write_images(tmp_path, "train", (32, 32), per_class=9)
+    write_images(tmp_path, "test", (32, 32), per_class=9)
+    given = ["--dataset", "folder", "--data-dir", tmp_path, "--arch", "small_net", "--epochs", 1]
+    end = run(script, *given, "--batch-size", 17)
+    assert end.code == 0 and "step: [  1/1] [1/1]" in end.out, end.err
+    assert "18 train and 18 test images" in end.out
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="exact on a CPU only")
 def test_dataparallel_without_gpus_trains_exactly_as_01_and_says_so(run, small_folder, tmp_path):
     given = [*QUICK, small_folder, "--epochs", 2, "--save"]
