@@ -403,6 +403,7 @@ def test_a_channel_of_one_level_is_no_division_by_zero():
     train = data.MemoryImages(torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 1)
     _, normalize = data.build_transforms(train, flags("--dataset", "folder"), CPU)
     assert normalize(train.images).abs().max() < 1e-6
+    assert train.channel_stats()[1].tolist() == [1, 1, 1], "a deviation of one level"
 
 
 def as_python_3_14_starts_workers(rank):

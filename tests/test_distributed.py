@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -448,6 +449,23 @@ def test_setup_distributed_twice_is_refused_and_once_more_after_the_group_is_des
             setup_distributed()
     with distributed.cleaned_up():
         assert setup_distributed().launcher == "python"
+
+
+class Model:
+    """Something that a weak reference can watch."""
+
+
+def test_an_error_frees_the_model_that_its_frames_hold():
+    watched = []
+
+    def train():
+        model = Model()
+        watched.append(weakref.ref(model))
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full") as error, distributed.cleaned_up():
+        train()
+    assert watched[0]() is None and error.value.__traceback__
 
 
 # The variables that it sets, and those who find them

@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ALL_SCRIPTS, SCRIPTS, Parsed
+from conftest import ALL_SCRIPTS, SCRIPTS, Parsed, parse
 from imagenet_runs import CLASSES, final, new_folder, parse_06
 from imagenet_runs import script as script_06
 from images import write_images, write_mnist
@@ -410,6 +410,12 @@ def test_04_starts_its_processes_and_numbers_them_over_machines(run, monkeypatch
     given = ["--nodes", 2, "--node-rank", 1, "--nproc-per-node", 3, "--dist-url", url]
     assert run("04_mnmc_ddp_mp.py", *given).code == 0
     assert joined == [(3, 6, url), (4, 6, url), (5, 6, url)]
+
+
+@pytest.mark.parametrize(("count", "processes"), [(0, 2), (4, 4)])
+def test_04_starts_two_processes_or_one_per_gpu(gpus, monkeypatch, count, processes):
+    gpus(count)
+    assert parse(monkeypatch, "04_mnmc_ddp_mp.py").nproc_per_node == processes
 
 
 # 06

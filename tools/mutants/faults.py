@@ -109,6 +109,15 @@ def changed_lines(before, after):
     )
 
 
+def is_for_people(node, changed):
+    """Return whether a call differs only in an argument such as help=..."""
+    if not isinstance(node, cst.Call) or not isinstance(changed, cst.Call):
+        return False
+    gone = [arg for arg in node.args if not any(arg is other for other in changed.args)]
+    keywords = [arg.keyword.value if arg.keyword else None for arg in gone]
+    return bool(keywords) and set(keywords) <= set(TEXT_FOR_PEOPLE)
+
+
 def is_python(text):
     try:
         compile(text, "fault", "exec")
@@ -138,6 +147,8 @@ def faults_in(root, file, seed):
         if not by_line[line]:
             del by_line[line]
         _, function, operator, node, changed = place
+        if is_for_people(node, changed):
+            continue
         new = module.module.deep_replace(node, changed).code
         if new != text and is_python(new):
             before, after = changed_lines(text, new)
