@@ -210,8 +210,18 @@ def parse_args():
     add("--repeats", type=whole_number(1), metavar="N", help="runs per command, seeds 0 to N - 1 (default: 1 or 3)")
     add("--data-dir", metavar="DIR", help="folder of images to use instead of the experiment's")
     add("--arch", metavar="NAME", help="model to use instead of the experiment's")
-    add("--limit", type=whole_number(1), metavar="N", help="number of training images, for a quick trial")
-    add("--epochs", type=whole_number(1), metavar="N", help="number of epochs; without GPUs, speed uses 1 always")
+    add(
+        "--limit",
+        type=whole_number(1),
+        metavar="N",
+        help="training images; speed without GPUs: per process; not for scaling",
+    )
+    add(
+        "--epochs",
+        type=whole_number(1),
+        metavar="N",
+        help="number of epochs; speed without GPUs uses 1; not for scaling",
+    )
     args = parser.parse_args()
     for name in args.experiments:
         if name not in EXPERIMENTS:
