@@ -406,6 +406,22 @@ def test_a_channel_of_one_level_is_no_division_by_zero():
     assert train.channel_stats()[1].tolist() == [1, 1, 1], "a deviation of one level"
 
 
+@pytest.mark.parametrize(("side", "in_memory"), [(64, True), (65, False)])
+def test_images_of_up_to_64_pixels_are_held_in_memory(tmp_path, side, in_memory):
+    for split in ("train", "val"):
+        write_images(tmp_path, split, (32, side), per_class=2)
+    train, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", tmp_path))
+    assert train.in_memory == test.in_memory == in_memory
+
+
+def test_images_that_take_too_much_memory_stay_on_the_disk(small_folder, monkeypatch):
+    taken = 24 * 3 * 32 * 32
+    given = flags("--dataset", "folder", "--data-dir", small_folder)
+    for most, in_memory in ((taken, True), (taken - 1, False)):
+        monkeypatch.setattr(folder, "SMALL_BYTES", most)
+        assert data.build_datasets(given)[0].in_memory == in_memory
+
+
 def as_python_3_14_starts_workers(rank):
     multiprocessing.set_start_method("forkserver", force=True)
     sys.path.append(str(ROOT / "common"))  # for the template, which imports its copy of distributed.py

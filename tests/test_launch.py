@@ -56,7 +56,11 @@ def test_a_plain_rung_under_max_restarts_says_that_it_begins_again(monkeypatch, 
         assert err.count("--max-restarts=3: each restart begins at epoch 1; 06_imagenet.py --resume continues") == lines
 
 
-@pytest.mark.parametrize("names", [("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")])
+LAUNCHED = [("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
+LAUNCHED += [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")]
+
+
+@pytest.mark.parametrize("names", LAUNCHED)
 def test_several_copies_of_01_say_that_each_trains_alone(names, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["01_snsc.py"])
     monkeypatch.setenv(names[0], "2")

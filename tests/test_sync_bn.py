@@ -1,5 +1,7 @@
 """Our synchronised batch norm against PyTorch's BatchNorm2d, which sees the images of all ranks as one batch."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,6 +119,12 @@ def test_conversion_keeps_weights_statistics_settings_and_all_that_is_no_batch_n
     assert converted[2].momentum is None and not converted[1][0].training and converted[2].training
     assert before.keys() == converted.state_dict().keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in converted.state_dict().items())
+
+
+def test_a_shape_without_channels_is_named():
+    norm = SyncBatchNorm(2).eval()
+    with pytest.raises(ValueError, match=re.escape("expected (N, C) or (N, C, ...), got (2,)")):
+        norm(torch.ones(2))
 
 
 def test_one_value_over_all_ranks_is_refused_as_batch_norm_does():
