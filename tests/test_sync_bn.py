@@ -51,10 +51,13 @@ def norm_for(case):
 
 
 def train_and_test(norm, images, gradients):
-    """Two training steps and a test: outputs, gradients, then the state that is left."""
+    """Two training steps and a test: outputs, gradients, then the state that is left.
+
+    The images of the second step are others, or its statistics would be those of the first.
+    """
     told = []
     for _ in range(2):
-        images = images.detach().requires_grad_()
+        images = (images.detach() / 2 + 1).requires_grad_()
         outputs = norm(images)
         norm.zero_grad()
         outputs.backward(gradients)
