@@ -231,6 +231,8 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(open_checkpoints, tm
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write to --checkpoints-path .*file/here.*name a folder of yours"):
         open_checkpoints(tmp_path / "file/here")
+    with pytest.raises(UserError, match="cannot write to --checkpoints-path /proc/self on"):
+        open_checkpoints("/proc/self")  # which exists, and takes no file
 
 
 def test_weights_come_from_a_checkpoint_or_a_state_dict_and_from_nothing_else(tmp_path):

@@ -843,6 +843,15 @@ def test_a_wrong_flag_is_one_line(flags, message, capsys):
 
 
 @pytest.mark.flags("06_imagenet.py", "--dist-init-method", "--accumulate")
+def test_compile_without_a_compiler_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("imagenet.flags.can_compile", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        parse_06("x", "--compile")
+    assert end.value.code == 2
+    message = "argument --compile: no C or C++ compiler or no Python.h here; "
+    assert message in capsys.readouterr().err
+
+
 def test_what_cannot_train_says_so_before_it_begins(train, one_each, tmp_path):
     cases = {
         "--batch-size 8 leaves 0 to 1 images for each of 2 processes in 8 micro-batches: expected 2 or more; at least "
