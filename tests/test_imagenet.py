@@ -742,6 +742,16 @@ def test_a_damaged_image_is_replaced_by_the_next_one_with_its_own_target_but_not
     assert targets.tolist() == [IGNORED, 0] and damaged.tolist() == [index]
 
 
+def test_a_folder_without_classes_and_a_class_without_images_are_named(tmp_path):
+    (tmp_path / "train").mkdir()
+    with pytest.raises(UserError, match=r"train has no class folders: expected .*train/CLASS/\*"):
+        data.list_images(tmp_path / "train")
+    write_images(tmp_path, "val", (8, 8), per_class=1)
+    (tmp_path / "val/bird").mkdir()
+    with pytest.raises(UserError, match=r"val/bird has no images \(\.jpg, \.png, \.\.\.\): put"):
+        data.list_images(tmp_path / "val")
+
+
 # The recipe
 
 
