@@ -53,6 +53,7 @@ def test_a_head_for_as_many_classes_is_new_too():
 
 def test_frozen_weights_are_not_trained_and_frozen_batch_norm_does_not_move():
     model = model_of("resnet18", 4)
+    model.eval()  # as after an evaluation
     finetune.freeze(model, Prefixes(["conv1", "bn1", "layer1", "layer2"]))
     finetune.train_mode(model, Prefixes(["conv1", "bn1", "layer1", "layer2"]))
     assert not model.bn1.training and not model.layer1[0].bn1.training and model.layer3[0].bn1.training

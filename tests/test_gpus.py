@@ -183,6 +183,17 @@ def test_on_a_gpu_compiling_needs_a_c_compiler(monkeypatch):
     assert flags.can_compile()
 
 
+def test_on_a_cpu_compiling_needs_the_compiler_that_is_named(monkeypatch):
+    monkeypatch.setattr(flags.os.path, "exists", lambda _: True)
+    monkeypatch.setattr(flags.shutil, "which", lambda name: name in ("mine", "g++", "clang++"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for compiler, works in (("mine", True), ("another", False)):
+        monkeypatch.setenv("CXX", compiler)
+        assert flags.can_compile() == works
+    monkeypatch.delenv("CXX")
+    assert flags.can_compile()
+
+
 RANK_1 = {
     "03_mnmc_ddp_launch.py": {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2},
     "04_mnmc_ddp_mp.py": {},

@@ -122,6 +122,17 @@ def test_a_signal_before_training_ends_the_process_at_once():
     signals.stop.signal = None
 
 
+def test_a_worker_whose_parent_has_just_died_asks_for_a_requeue(monkeypatch):
+    """The kernel would kill it only if the parent died later."""
+    codes = []
+    parents = iter([50, 1])
+    monkeypatch.setattr(signals.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(signals.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(signals.os, "_exit", codes.append)
+    signals.exit_with_parent()
+    assert codes == [EXIT_REQUEUE]
+
+
 def test_importing_06_and_its_modules_leaves_the_signal_handlers_alone():
     assert {signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGUSR1)} == {signal.SIG_DFL}
 
@@ -649,12 +660,14 @@ def test_a_step_line_tells_means_speed_and_time_left_as_computed_by_hand(monkeyp
     progress.epoch_start = progress.line_start = (100.0, 50)
     progress.images, progress.totals, progress.waited, progress.communicated = 450, [30.0, 10.0, 20.0, 100.0], 0.0, 0.0
     progress.communication, progress.tensorboard, progress.waiting = None, None, SimpleNamespace(read=lambda: 10.0)
-    progress.bar = SimpleNamespace(set_postfix_str=lambda text: None)
+    beside_the_bar = []
+    progress.bar = SimpleNamespace(set_postfix_str=beside_the_bar.append)
     progress.show_step(7, torch.tensor([230.0, 110.0, 320.0, 500.0]), 0.05)
     assert capsys.readouterr().out == (
         "   == step: [   8/10] [2/3] | loss: 0.500 | top-1: 25.000% | 10 img/s | lr 0.05 | data 25.0%, compute 75.0% | "
         "2 min left\n"
     )
+    assert beside_the_bar == ["loss 0.500, 10 img/s"]
 
 
 # The batches
