@@ -209,6 +209,8 @@ def test_the_table_counts_noticed_explained_and_survived(monkeypatch, tmp_path, 
 @pytest.mark.flags("tools/mutants/sample.py", "--faults", "--least", "--seed", "--minutes")
 @pytest.mark.flags("tools/mutants/sample.py", "--jobs", "--seconds", "--output", "--again")
 def test_a_sample_continues_and_tries_survivors_again(monkeypatch, tmp_path, capsys):
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text(CODE)
     output = tmp_path / "sample.jsonl"
     tried = []
 
@@ -222,10 +224,11 @@ def test_a_sample_continues_and_tries_survivors_again(monkeypatch, tmp_path, cap
         sample.main(sample.parse_args())
         return sample.read_lines(output)
 
+    monkeypatch.setattr(sample, "ROOT", tmp_path)
     monkeypatch.setattr(trial, "run_all", run_all)
     monkeypatch.setattr(trial, "import_what_tests_need", lambda: None)
     monkeypatch.setattr(sample, "read_record", dict)
-    files = ["common/models.py", "imagenet/signals.py"]
+    files = ["one.py", "two.py"]
     flags = [*files, "--faults", 12, "--least", 5, "--seed", 2]
     stopped = run(*flags, "--minutes", 1e-9)
     assert len(stopped) == 1 and "stopped after 1e-09 minutes" in capsys.readouterr().out
@@ -233,7 +236,7 @@ def test_a_sample_continues_and_tries_survivors_again(monkeypatch, tmp_path, cap
     assert lines[0] == stopped[0] and len(lines) == 12
     faults_tried, jobs, seconds = tried[-1]
     assert (len(faults_tried), jobs, seconds) == (11, 3, 7)
-    expected = faults.sample(ROOT, files, count=12, least=5, seed=2)
+    expected = faults.sample(tmp_path, files, count=12, least=5, seed=2)
     assert {(line["line"], line["after"]) for line in lines} == {(f.line, f.after) for f in expected}
     survived = [line for line in lines if line["noticed"] == sample.SURVIVED]
     run("--again")
