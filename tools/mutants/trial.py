@@ -74,9 +74,8 @@ def run_all(work, items, jobs, folder):
                 index, result = json.loads(line)
                 yield items[index], result
     finally:
-        kill_descendants(os.getpid())
         for pid in pids:
-            os.waitpid(pid, 0)
+            end_process(pid)
 
 
 def run_tests(copy, tests, seconds):
@@ -103,9 +102,7 @@ def run_tests(copy, tests, seconds):
         else:
             time.sleep(0.1)
     if code is None:
-        kill_descendants(pid)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        end_process(pid)
         return "(no end)"
     if code in (0, 5):  # 5: no test, because a fault cannot be in the way
         return None
@@ -156,6 +153,13 @@ def become_pytest(copy, tests, seconds, log):
         kill_descendants(os.getpid())
     finally:
         os._exit(code)
+
+
+def end_process(pid):
+    """Kill a child process and the processes below it, unless it has ended."""
+    kill_descendants(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def kill_descendants(pid):
