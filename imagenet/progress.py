@@ -116,7 +116,8 @@ class Progress(Report):
             self.waiting.end()
             if count % self.accumulate == 0:
                 # Of all ranks: their pieces of a step may differ in size by one image.
-                self.images += self.batches.step_size(self.first_step + count // self.accumulate - 1)
+                step = self.first_step + count // self.accumulate - 1
+                self.images += self.batches.step_size(step)
             yield batch
             if count == warmup_steps(steps) * self.accumulate:
                 self.timing_start = self._mark()

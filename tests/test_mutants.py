@@ -157,6 +157,19 @@ def test_a_fault_is_noticed_by_a_test_that_passes_without_it(repository, tmp_pat
     assert nobody(tmp_path / "copy-0", todo[0])[0] == sample.NOT_REACHED
 
 
+def test_a_trial_that_fails_is_no_noticed_fault(repository, tmp_path, capfd):
+    def fail(copy, item):
+        if item == "second":
+            raise UserError("pytest does not know a test")
+        return item
+
+    trials = trial.run_all(fail, ["first", "second"], jobs=1, folder=tmp_path)
+    assert next(trials) == ("first", "first")
+    with pytest.raises(UserError, match="1 of 2 trials failed: see above"):
+        next(trials)
+    assert "pytest does not know a test" in capfd.readouterr().err
+
+
 def test_a_test_that_hangs_has_noticed_the_fault(repository, tmp_path):
     trial.make_copy(tmp_path / "copy")
     hang = "tests/test_code.py::test_hang"

@@ -440,13 +440,8 @@ def check(mutants):
 def try_mutant(copy, mutant):
     """Return the test that noticed a mutant, or None, and the seconds it took."""
     start = time.monotonic()
-    file = copy / mutant.file
-    original = file.read_text()
-    file.write_text(original.replace(mutant.before, mutant.after))
-    try:
-        failed = trial.run_tests(copy, mutant.tests.split(), PATIENCE)
-    finally:
-        file.write_text(original)
+    text = (copy / mutant.file).read_text().replace(mutant.before, mutant.after)
+    failed = trial.run_tests_on(copy, mutant.file, text, mutant.tests.split(), PATIENCE)
     return failed and failed.rpartition("::")[2], time.monotonic() - start
 
 

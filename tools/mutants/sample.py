@@ -110,16 +110,11 @@ class Trials:
         """Return the test that noticed a fault, SURVIVED or NOT_REACHED; and the seconds it took."""
         start = time.monotonic()
         tests = tests_that_reach(fault, self.record, self.budget)
-        file = copy / fault.file
         noticed = None if tests else NOT_REACHED
         while tests and noticed is None:
             longest = max(self.record[test]["seconds"] for test in tests)
-            original = file.read_text()
-            file.write_text(fault.text)
-            try:
-                failed = trial.run_tests(copy, tests, 40 + 5 * longest)
-            finally:
-                file.write_text(original)
+            seconds = 40 + 5 * longest
+            failed = trial.run_tests_on(copy, fault.file, fault.text, tests, seconds)
             if failed in self.record and self.fails_anyway(copy, failed):
                 tests.remove(failed)
             else:

@@ -53,6 +53,7 @@ def run_all(work, items, jobs, folder):
     """
     reader, writer = os.pipe()
     pids = []
+    ended = 0
     for job in range(jobs):
         pid = os.fork()
         if pid == 0:
@@ -72,10 +73,24 @@ def run_all(work, items, jobs, folder):
         with open(reader) as lines:
             for line in lines:
                 index, result = json.loads(line)
+                ended += 1
                 yield items[index], result
+        if ended < len(items):
+            raise UserError(f"{len(items) - ended} of {len(items)} trials failed: see above")
     finally:
         for pid in pids:
             end_process(pid)
+
+
+def run_tests_on(copy, file, text, tests, seconds):
+    """Run tests in a copy, one file of which has another text meanwhile; see run_tests()."""
+    path = copy / file
+    original = path.read_text()
+    path.write_text(text)
+    try:
+        return run_tests(copy, tests, seconds)
+    finally:
+        path.write_text(original)
 
 
 def run_tests(copy, tests, seconds):
