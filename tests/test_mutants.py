@@ -39,6 +39,7 @@ def repository(tmp_path, monkeypatch):
     (root / "code.py").write_text("def double(x):\n    y = x * 2\n    log = x\n    return y\n")
     (root / "tests/test_code.py").write_text(
         "import multiprocessing\n"
+        "import os\n"
         "import time\n"
         "import runpy\n"
         "double = runpy.run_path('code.py')['double']\n"
@@ -46,6 +47,10 @@ def repository(tmp_path, monkeypatch):
         "def test_zero():\n    assert double(0) == 0\n"
         "def test_three():\n    assert double(3) == 6\n"
         "def test_main():\n    assert not multiprocessing.parent_process()\n"
+        "def test_by_chance():\n"
+        "    seen = os.path.exists('seen')\n"
+        "    open('seen', 'w').close()\n"
+        "    assert seen\n"
         "def test_hang():\n    time.sleep(100)\n"
     )
     monkeypatch.setattr(trial, "ROOT", root)
@@ -143,8 +148,8 @@ def fault_in(root, before, after):
     return next(fault for fault in made if (fault.before, fault.after) == (before, after))
 
 
-def test_a_fault_is_noticed_by_a_test_that_passes_without_it(repository, tmp_path):
-    tests = ["test_broken", "test_zero", "test_three", "test_main"]
+def test_a_fault_is_noticed_by_a_test_that_fails_twice_and_passes_without_it(repository, tmp_path):
+    tests = ["test_broken", "test_by_chance", "test_zero", "test_three", "test_main"]
     record = {f"tests/test_code.py::{name}": entry(1, "code.py::double") for name in tests}
     todo = [fault_in(repository, "y = x * 2", "y = x / 2"), fault_in(repository, "log = x", "log = None")]
     trials = sample.Trials(record, budget=100)

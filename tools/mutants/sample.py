@@ -3,7 +3,7 @@
     python tools/mutants/sample.py common/data.py --faults 20 --seed 3     in one file
     python tools/mutants/sample.py --faults 480 --seed 1 --output results/mutants/seed-1.jsonl
 
-A fault is noticed if a test fails that passes without it. The tests of a fault are those that
+A fault is noticed if a test fails twice that passes without it. The tests of a fault are those that
 execute its function, cheapest files first; tools/mutants/reached.py has recorded which these are.
 A fault that no test notices has survived: write a test, or delete the code, or, if the fault changes
 nothing that anybody could see, say why in tools/mutants/explained.jsonl. With --output, the same
@@ -115,11 +115,17 @@ class Trials:
             longest = max(self.record[test]["seconds"] for test in tests)
             seconds = 40 + 5 * longest
             failed = trial.run_tests_on(copy, fault.file, fault.text, tests, seconds)
-            if failed in self.record and self.fails_anyway(copy, failed):
+            if failed in self.record and not self.fails_because_of(fault, copy, failed):
                 tests.remove(failed)
             else:
                 noticed = failed or SURVIVED
         return noticed or SURVIVED, round(time.monotonic() - start, 1)
+
+    def fails_because_of(self, fault, copy, test):
+        """Return whether a test that has failed with a fault fails again, and passes without it."""
+        if self.fails_anyway(copy, test):
+            return False
+        return bool(trial.run_tests_on(copy, fault.file, fault.text, [test], 600))
 
     def fails_anyway(self, copy, test):
         """Return whether a test fails without a fault too."""
@@ -130,7 +136,8 @@ class Trials:
 
 
 def identity(line):
-    return line["file"], line["line"], line["before"], line["after"]
+    """Return what a fault keeps when lines above it change."""
+    return line["file"], line["function"], line["before"], line["after"]
 
 
 def read_lines(path):
@@ -221,7 +228,7 @@ def main(args):
     else:
         before = {identity(line) for line in done}
         faults = sample(ROOT, find_files(args.files), args.faults, args.least, args.seed)
-        todo = [f for f in faults if (f.file, f.line, f.before, f.after) not in before]
+        todo = [f for f in faults if (f.file, f.function, f.before, f.after) not in before]
         print(f"seed {args.seed}: {len(faults)} faults, {len(todo)} to try", flush=True)
     trial.import_what_tests_need()
     end = time.monotonic() + 60 * args.minutes
