@@ -162,6 +162,19 @@ def test_a_fault_is_noticed_by_a_test_that_fails_twice_and_passes_without_it(rep
     assert nobody(tmp_path / "copy-0", todo[0])[0] == sample.NOT_REACHED
 
 
+def test_a_fault_may_remove_a_case_of_a_test(repository, tmp_path):
+    with open(repository / "tests/test_code.py", "a") as file:
+        file.write("import pytest\n@pytest.mark.parametrize('x', [double(1), double(3)])\n")
+        file.write("def test_cases(x):\n    assert x != 9\n")
+    trial.make_copy(tmp_path / "copy")
+    name = "tests/test_code.py::test_cases"
+    text = (repository / "code.py").read_text()
+    for after, noticed in ("x * 4", None), ("x * 3", f"{name}[9]"):
+        fault = text.replace("x * 2", after)
+        cases = [f"{name}[2]", f"{name}[6]"]
+        assert trial.run_tests_on(tmp_path / "copy", "code.py", fault, cases, 30) == noticed
+
+
 def test_a_trial_that_fails_is_no_noticed_fault(repository, tmp_path, capfd):
     def fail(copy, item):
         if item == "second":
