@@ -54,6 +54,12 @@ def test_every_command_is_one_that_its_script_takes(name, monkeypatch):
         assert args.seed in range(5) and args.log_file is None
 
 
+@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+def test_the_recorded_runs_are_those_of_todays_experiments(name):
+    recorded = experiments.recorded(ROOT / f"results/{name}/amd-epyc-2-cores.jsonl")
+    assert set(commands(name, LAPTOP)) <= recorded
+
+
 def test_on_gpus_a_run_trains_long_enough_to_be_measured():
     flags = {re.search(r"--limit (\d+) --epochs (\d+)", command).groups() for command in commands("speed", BOX)}
     assert flags == {("50000", str(8 * n)) for n in (1, 2, 4, 8)}

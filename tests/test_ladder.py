@@ -235,6 +235,16 @@ def test_a_script_trains_to_the_same_weights_without_its_report(folder, tmp_path
 # The steps from script to script
 
 
+def test_the_command_prints_the_size_of_every_rung(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["steps.py"])
+    runpy.run_path(str(ROOT / "tools/steps.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(path.name for path in ROOT.glob("0?_*.py"))
+    for line in lines:
+        script, count = line.split()[:2]
+        assert int(count) == len((ROOT / script).read_text().splitlines())
+
+
 @pytest.mark.parametrize("script", steps.MAX_LINES)
 def test_a_step_is_small_and_leaves_the_other_sections_as_they_are(script):
     assert steps.problems(script) == []

@@ -220,8 +220,26 @@ def test_gpus_that_torch_cannot_use_are_a_failure_unless_they_are_hidden(monkeyp
     (tmp_path / "0000:07:00.0").mkdir()
     check = preflight.check_devices([preflight.facts(0, 1, 0, 1, "python")])
     assert check.verdict == "FAIL" and "driver on your system is too old (found version 11040); see" in check.found
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    assert "torch cannot use the GPUs here: it finds none; see nvidia-smi" in preflight.unusable_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert preflight.check_devices([preflight.facts(0, 1, 0, 1, "python")]).verdict == "ok"
+
+
+def test_different_versions_are_a_failure_with_the_command_that_mends_it():
+    check = preflight.check_versions([fact(0), fact(2, torch="2.9.1")])
+    assert (check.verdict, check.found) == ("FAIL", f"torch {fact(0)['torch']} on rank 0; torch 2.9.1 on rank 2")
+    wanted = fact(0)["torch"].partition("+")[0]
+    assert check.change == f"the same on all machines: pip install torch=={wanted} on {fact(2)['host']}"
+
+
+def test_the_variables_of_the_network_are_among_the_facts(monkeypatch):
+    given = {name: "1" for name in preflight.VARIABLES}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert preflight.facts(0, 1, 0, 1, "python")["variables"] == given
+    documented = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_DEBUG"}
+    assert documented <= given.keys()
 
 
 def test_gloo_is_checked_beside_nccl_because_06_uses_both():

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +59,26 @@ def test_class_folders_are_split_by_name_so_that_new_images_move_no_old_ones(flo
     (flowers / "rose/new.jpg").write_bytes(photo())
     run(monkeypatch, flowers, tmp_path / "b", "--val-share", 0.25)
     assert before.items() <= files(tmp_path / "b").items()
+
+
+def test_a_folder_with_train_and_val_keeps_its_splits(flowers, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    for split in ("train", "val"):
+        shutil.copytree(flowers, source / split)
+    (source / "val/rose/0.jpg").unlink()
+    run(monkeypatch, source, tmp_path / "a")
+    assert files(tmp_path / "a") == files(source) and len(files(source)) == 79
+
+
+def test_two_images_of_one_name_are_refused(flowers, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    for split in ("train", "val"):
+        shutil.copytree(flowers, source / split)
+    (source / "train/rose/0.png").write_bytes(photo(kind="PNG"))
+    found = r"rose/0\.jpg and .*rose/0\.png would both be train/rose/0\.jpg: expected one of them"
+    with pytest.raises(UserError, match=found):
+        run(monkeypatch, source, tmp_path / "a", "--short-side", 20)
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_small_share_still_leaves_every_class_an_image_for_validation(flowers, tmp_path, monkeypatch):

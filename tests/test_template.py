@@ -149,8 +149,14 @@ def test_losses_and_accuracies_are_those_of_a_plain_loop(processes, request):
 
 
 @pytest.mark.flags("template/train.py", "--resume")
-def test_a_killed_run_continues_with_the_same_bits(project, two):
+def test_a_killed_run_continues_with_the_same_bits(project):
+    """With dropout, which needs the same random numbers too."""
     text = (project / "train.py").read_text()
+    assert text.count("nn.ReLU(), ") == 1
+    text = text.replace("nn.ReLU(), ", "nn.ReLU(), nn.Dropout(0.1), ")
+    (project / "train.py").write_text(text)
+    codes, _ = fork(project, 2, *FLAGS, "--checkpoints", "whole")
+    assert codes == [0, 0]
     saved = "            save(last_pt, state, d)\n"
     assert text.count(saved) == 1
     kill = f"{saved}            d.is_main and os.kill(os.getpid(), 9)\n"
@@ -160,7 +166,7 @@ def test_a_killed_run_continues_with_the_same_bits(project, two):
     assert torch.load(project / "killed/last.pt")["epoch"] == 1
     codes, _ = fork(project, 2, *FLAGS, "--checkpoints", "killed", "--resume")
     assert codes == [0, 0]
-    whole, killed = (torch.load(folder / "last.pt") for folder in (two[1], project / "killed"))
+    whole, killed = (torch.load(project / name / "last.pt") for name in ("whole", "killed"))
     assert whole["epoch"] == killed["epoch"] == 3 and whole["best"] == killed["best"]
     assert all(torch.equal(value, killed["model"][name]) for name, value in whole["model"].items())
     momenta = [state["optimizer"]["state"][0]["momentum_buffer"] for state in (whole, killed)]
