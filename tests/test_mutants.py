@@ -120,6 +120,15 @@ def test_the_tests_of_a_fault_are_those_that_reach_it_cheapest_first():
     assert sample.tests_that_reach(elsewhere, record, budget=1000) == []
 
 
+def test_the_sections_of_a_rung_are_compared_with_those_of_its_parent():
+    compares = f"{sample.COMPARES_RUNGS}[04_mnmc_ddp_mp.py]"
+    record = {compares: entry(1), "tests/test_ladder.py::dear": entry(50, "03.py::main")}
+    rung = SimpleNamespace(file="03_mnmc_ddp_launch.py", function="main")
+    assert sample.tests_that_reach(rung, record, budget=1000) == [compares]
+    other = SimpleNamespace(file="06_imagenet.py", function="main")
+    assert sample.tests_that_reach(other, record, budget=1000) == []
+
+
 def test_lines_belong_to_the_innermost_function_that_runs_them():
     names = reached.functions_of(CODE)
     assert {names.get(line) for line in (3, 6, 7, 9)} == {None}, "import runs them"
