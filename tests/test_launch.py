@@ -249,6 +249,14 @@ def test_04_refuses_what_cannot_work_before_it_starts_processes(run, monkeypatch
     assert end.err.startswith("04_mnmc_ddp_mp.py: error: ") and expected in end.err
 
 
+def test_04_takes_one_copy_per_machine(run, monkeypatch):
+    started = []
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setattr("torch.multiprocessing.spawn", lambda *_, **options: started.append(options))
+    end = run("04_mnmc_ddp_mp.py", "--nodes", 2, "--dist-url", "tcp://node0:29500")
+    assert end.code == 0 and len(started) == 1, end.err
+
+
 # On two hosts, by the commands of the docstrings
 
 
