@@ -46,6 +46,7 @@ from torchvision.datasets import MNIST
 
 from common import data, folder, models
 from common.distributed import Distributed, LaunchError, free_port
+from common.flags import output_file
 from imagenet import progress
 from imagenet.data import build_datasets
 from imagenet.elastic import GlobalBatches, check_launch
@@ -794,6 +795,20 @@ def test_preflight_prints_json_if_asked_for(tmp_path):
         (verdict.strip(), name) for verdict, name in found
     ]
     assert "{" not in text and len(found) == 12
+
+
+def test_two_ranks_may_try_the_same_new_file(tmp_path, monkeypatch):
+    """Each removes it again; the second finds that it is gone."""
+    original = os.remove
+
+    def remove(path):
+        original(path)
+        original(path)
+
+    monkeypatch.setattr(os, "remove", remove)
+    path = str(tmp_path / "logs/new.jsonl")
+    assert output_file(path) == path
+    assert not os.path.exists(path)
 
 
 @pytest.mark.flags("launch/store.py", "--port")

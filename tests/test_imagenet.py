@@ -368,6 +368,16 @@ def test_eval_every_says_after_which_epochs_a_model_is_evaluated():
     assert due(2) == [False, True, False, True, True] and due(0) == [False] * 5 and due(1) == [True] * 5
 
 
+def test_loader_workers_leave_signals_to_the_process_that_trains(monkeypatch):
+    """A signal to the whole group of processes must not end the workers before the state is saved."""
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(signals, "exit_with_parent", lambda: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    data._ignore_signals(0)
+    assert handlers == dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), signal.SIG_IGN)
+
+
 def test_a_worker_that_stops_for_its_torchrun_waits_for_the_signal(monkeypatch):
     waits = []
 
