@@ -180,7 +180,7 @@ class Checkpoints:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, folder, d, group, keep=3, patience=30):
+    def __init__(self, folder, d, group, keep, patience):
         self.folder, self.rank, self.group, self.keep, self.patience = folder, d.rank, group, keep, patience
         self.reads = d.local_rank == 0
         self.writes = self._choose_writers(d.local_rank)

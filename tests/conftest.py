@@ -87,6 +87,14 @@ def slurm(slurm_cluster):
 
 
 @pytest.fixture
+def alone():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def hosts():
     """Two hosts with a network between them."""
     need(hosts_module.missing())

@@ -415,6 +415,8 @@ def test_images_of_up_to_64_pixels_are_held_in_memory(tmp_path, side, in_memory)
 
 
 def test_images_that_take_too_much_memory_stay_on_the_disk(small_folder, monkeypatch):
+    limit = f"up to {folder.SMALL_SIDE} pixels per side and {folder.SMALL_BYTES / 2**30:g} GiB in total"
+    assert limit in (ROOT / "docs/data-loading.md").read_text()
     taken = 24 * 3 * 32 * 32
     given = flags("--dataset", "folder", "--data-dir", small_folder)
     for most, in_memory in ((taken, True), (taken - 1, False)):

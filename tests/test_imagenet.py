@@ -378,6 +378,18 @@ def test_loader_workers_leave_signals_to_the_process_that_trains(monkeypatch):
     assert handlers == dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), signal.SIG_IGN)
 
 
+@pytest.mark.parametrize("started_by_torchrun", [True, False])
+def test_a_rank_ends_with_its_torchrun_alone(monkeypatch, started_by_torchrun):
+    """A shell that starts a rank may end before it, as nohup's does."""
+    bound = []
+    monkeypatch.setattr(signals, "exit_with_parent", lambda: bound.append(True))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if started_by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    signals.exit_with_torchrun()
+    assert bound == [True] * started_by_torchrun
+
+
 def test_a_worker_that_stops_for_its_torchrun_waits_for_the_signal(monkeypatch):
     waits = []
 
@@ -387,7 +399,7 @@ def test_a_worker_that_stops_for_its_torchrun_waits_for_the_signal(monkeypatch):
 
     monkeypatch.setattr(elastic.time, "sleep", sleep)
     monkeypatch.setattr(signals, "ignore", lambda: None)
-    monkeypatch.setattr(signals.stop, "signal", None)
+    monkeypatch.setattr(signals, "stop", signals.StopRequest())
     for launcher, expected in (("torchrun", 3), ("srun", 0)):
         waits.clear()
         with pytest.raises(SystemExit) as end:
@@ -556,6 +568,21 @@ def test_a_damaged_image_is_named_once_and_replaced_and_too_many_end_the_run(tra
     assert "2 of 120 images are damaged, for example " in ranks.output() and "expected at most 1%" in ranks.output()
 
 
+class Paths(list):
+    """The paths of images as a dataset."""
+
+    paths = property(lambda self: self)
+
+
+def test_one_image_in_a_hundred_may_be_damaged(alone):
+    damaged = data.DamagedImages(Paths(f"{k}.jpg" for k in range(100)), alone)
+    damaged.add(torch.tensor([7]))
+    damaged.sync()
+    damaged.add(torch.tensor([5]))
+    with pytest.raises(UserError, match=r"^2 of 100 images are damaged, for example 5\.jpg: expected at most 1%"):
+        damaged.sync()
+
+
 def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_second_run(train, one_each, tmp_path):
     options = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0]
     assert train("run", 1, *options).wait() == [0]
@@ -608,13 +635,16 @@ def test_validation_images_lie_beside_the_training_images_or_where_val_path_says
 
 
 @pytest.mark.flags("06_imagenet.py", "--arch")
-def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset():
+def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset(monkeypatch):
     args = parse_06("--dummy", 2, "--arch", "timm:resnet10t", "--channels-last")
     model = build_model(args, DummyImages(2, 32, num_classes=7))
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
     assert model.conv1[0].weight.is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(UserError, match="--arch timm:nothing: no such model in timm"):
         build_model(parse_06("--dummy", 2, "--arch", "timm:nothing"), DummyImages(2, 32))
+    monkeypatch.setitem(sys.modules, "timm", None)  # as if it were not installed
+    with pytest.raises(UserError, match="--arch timm:resnet10t: timm is not installed; pip install timm"):
+        build_model(args, DummyImages(2, 32))
 
 
 @pytest.mark.flags("06_imagenet.py", "--tensorboard", "--log-file", "--print-every")
@@ -795,6 +825,14 @@ def test_a_warm_up_as_long_as_the_training_and_an_unused_test_folder_are_named(t
     assert said("--epochs", 5, "--evaluate", "--weights", "w.pt") == ""
 
 
+def test_synchronized_batch_norm_needs_one_image_on_each_of_two_ranks(tmp_path):
+    d = SimpleNamespace(device=torch.device("cpu"), is_main=False, world_size=2)
+    model, batches = torch.nn.BatchNorm2d(3), GlobalBatches(images=8, batch_size=2, rank=0, world_size=2)
+    check_batches(parse_06(tmp_path, "--batch-size", 2, "--sync-bn"), d, model, batches)
+    with pytest.raises(UserError, match="leaves 1 to 1 images for each of 2 processes in 1 micro-batches: expected 2"):
+        check_batches(parse_06(tmp_path, "--batch-size", 2), d, model, batches)
+
+
 @pytest.mark.flags("06_imagenet.py", "--schedule", "--step-epochs", "--warmup-epochs")
 @pytest.mark.flags("06_imagenet.py", "--lr", "--batch-size")
 def test_the_rate_warms_up_to_its_peak_and_falls_to_nothing():
@@ -849,7 +887,7 @@ def test_every_flag_has_a_help_with_its_default_if_it_has_one(capsys):
     entries = re.split(r"\n  (?=-|TRAIN)", text.partition("show this help message")[2])[1:]
     assert len(entries) == 40 and all(len(entry.split()) > 3 for entry in entries)
     assert "(default: None)" not in " ".join(text.split())
-    assert sum("(default:" in " ".join(entry.split()) for entry in entries) >= 22
+    assert sum("(default:" in " ".join(entry.split()) for entry in entries) == 23
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,18 @@ def test_a_rank_that_is_there_twice_is_named_with_both_processes():
     assert check.verdict == "FAIL" and check.found == "rank 1 is claimed twice: process 101 on n0 and process 77 on n9"
 
 
+def test_ranks_that_are_missing_are_named_with_what_to_check_on_their_machine():
+    check = preflight.check_ranks([fact(0), fact(1), fact(3)], 4)
+    assert check.verdict == "FAIL" and check.found.startswith("rank 2 of 4 did not answer within ")
+    assert check.found.endswith(" s (n0 has ranks 0-1; n1 has rank 3)")
+    assert check.change.startswith("on the machine that is not listed, check the command, MASTER_ADDR and")
+
+
+def test_sizes_are_told_in_the_largest_unit_that_fits():
+    sizes = [2**10, 2**20 - 2**10, 2**20, 2**29]
+    assert [preflight.text_of(size) for size in sizes] == ["1 KiB", "1023 KiB", "1 MiB", "512 MiB"]
+
+
 def test_ranks_of_different_worlds_are_told_apart():
     check = preflight.check_launch([fact(0), fact(1, world_size=2)])
     assert (check.verdict, check.found) == ("FAIL", "world_size 4 on rank 0; world_size 2 on rank 1")

@@ -123,6 +123,8 @@ def test_resized_images_have_the_quality_of_the_flag(flowers, tmp_path, monkeypa
         expected = io.BytesIO()
         Image.new("RGB", (8, 8)).save(expected, "JPEG", quality=quality)
         assert Image.open(resized).quantization == Image.open(expected).quantization
+    with pytest.raises(SystemExit):
+        run(monkeypatch, flowers, tmp_path / "none", "--val-share", 0.25, "--short-side", 50, "--quality", 101)
 
 
 def test_an_interrupted_run_continues_and_overwrites_nothing(flowers, tmp_path, monkeypatch, capsys):
@@ -253,6 +255,13 @@ def test_imagenets_archives_become_class_folders(archives, tmp_path, monkeypatch
     labels = ["n02", "n01", "n02", "n01", "n01"]
     val = {f"val/{labels[k - 1]}/ILSVRC2012_val_{k:08}.JPEG": photo(seed=100 + k) for k in range(1, 6)}
     assert files(tmp_path / "a") == train | val
+
+
+def test_labels_that_need_scipy_say_so_without_it(archives, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    with pytest.raises(UserError, match=r"with scipy, which is missing; pip install scipy$"):
+        run(monkeypatch, archives, tmp_path / "a")
 
 
 def test_archives_that_do_not_belong_together_are_refused(archives, tmp_path, monkeypatch):

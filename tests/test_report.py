@@ -105,6 +105,13 @@ def test_a_terminal_shows_a_progress_bar_beside_the_lines_and_a_file_shows_lines
         assert ("\r" in text) == has_bar
 
 
+def test_other_ranks_show_no_progress_bar(clock, monkeypatch):
+    output = Terminal()
+    monkeypatch.setattr(sys, "stdout", output)
+    train_epoch(make(rank=1, world_size=2), clock, steps=5, wait=0.0, seconds_of_step=lambda k: 0.1)
+    assert output.getvalue() == ""
+
+
 def test_warm_up_steps_count_in_seconds_but_not_in_images_per_second(clock):
     report = make()
     train_epoch(report, clock, steps=100, wait=0.0, seconds_of_step=lambda k: 10.0 if k <= 5 else 0.1)

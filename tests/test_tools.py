@@ -17,7 +17,7 @@ from tools import steps
 from tools.bench import ddp as bench_ddp
 from tools.bench import rendezvous as bench_rendezvous
 from tools.mutants import listed
-from tools.records import checkpoint_cost
+from tools.records import checkpoint_cost, checkpoint_seconds
 
 
 def make(*arguments, cwd=ROOT, env=None):
@@ -223,7 +223,9 @@ def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_pa
 
 def test_a_checkpoint_costs_what_it_adds_to_the_steps_between_two():
     # 10 images a step: 1 s without, 1.05 s with a checkpoint every 10 steps. So one takes 0.5 s, of 100 s.
-    assert checkpoint_cost(10, 10 / 1.05, {"every": 10}) == pytest.approx(0.005)
+    saving = {"every": 10, "batch_size": 10, "images_per_second": 10 / 1.05}
+    assert checkpoint_cost(10, 10 / 1.05, saving) == pytest.approx(0.005)
+    assert checkpoint_seconds({"images_per_second": 10}, saving) == pytest.approx(0.5)
 
 
 # tools/steps.py

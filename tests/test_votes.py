@@ -85,10 +85,8 @@ def test_the_slowest_rank_decides_how_often_all_vote(two_ranks):
 
 
 @pytest.fixture
-def votes():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Votes(dist.group.WORLD)
-    dist.destroy_process_group()
+def votes(alone):
+    return Votes(alone)
 
 
 @pytest.mark.parametrize(
