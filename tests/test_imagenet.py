@@ -900,7 +900,7 @@ def test_every_flag_has_a_help_with_its_default_if_it_has_one(capsys):
         (["x", "--amp", "fp16"], "fp16 needs a GPU and there is none here"),
         (["x", "--ema", 1], "'1' given, expected a number of 0 or more and below 1"),
         (["x", "--checkpoint-every", "10m"], "'10m' given, expected steps, as 100, or seconds, as 600s"),
-        (["x", "--lr", "nan"], "'nan' given, expected a number above 0"),
+        (["x", "--lr", "nan"], "'nan' given, expected a number above 0 (all flags:"),
         (["x", "@recipes/missing.args"], "No such file or directory: 'recipes/missing.args'"),
         (["x", "--log-file", "/proc/none/log"], "cannot write /proc/none/log"),
     ],

@@ -102,7 +102,7 @@ def test_a_terminal_shows_a_progress_bar_beside_the_lines_and_a_file_shows_lines
         text = output.getvalue()
         assert re.findall(r"== step: \[ +(\d)/5\].* img/s\n", text) == ["2", "4", "5"]
         assert ("epoch 1/5:" in text and "loss 2.000, 100 img/s" in text) == has_bar
-        assert ("\r" in text) == has_bar
+        assert ("\r" in text) == has_bar == ("/5 [" in text), "of five steps"
 
 
 def test_other_ranks_show_no_progress_bar(clock, monkeypatch):

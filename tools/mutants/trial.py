@@ -82,24 +82,25 @@ def run_all(work, items, jobs, folder):
             end_process(pid)
 
 
-def run_tests_on(copy, file, text, tests, seconds):
+def run_tests_on(copy, file, text, tests, seconds, most=0):
     """Run tests in a copy, one file of which has another text meanwhile; see run_tests()."""
     path = copy / file
     original = path.read_text()
     path.write_text(text)
     try:
-        return run_tests(copy, tests, seconds)
+        return run_tests(copy, tests, seconds, most)
     finally:
         path.write_text(original)
 
 
-def run_tests(copy, tests, seconds):
+def run_tests(copy, tests, seconds, most=0):
     """Run tests in a copy until one fails.
 
     Args:
         copy: Path.
         tests: names as pytest prints them.
         seconds: float, after which a test that still runs counts as failed.
+        most: float, seconds for all tests together, if that is more.
 
     Returns:
         the name of the test that failed, or None if all passed.
@@ -108,7 +109,7 @@ def run_tests(copy, tests, seconds):
     pid = os.fork()
     if pid == 0:
         become_pytest(copy, tests, seconds, log)
-    deadline = time.monotonic() + 60 + 2 * seconds
+    deadline = time.monotonic() + 60 + max(2 * seconds, most)
     code = None
     while code is None and time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -124,7 +125,7 @@ def run_tests(copy, tests, seconds):
     text = log.read_text(errors="replace").replace(str(copy), str(ROOT))
     all_cases = list(dict.fromkeys(with_all_cases(test, text) for test in tests))
     if all_cases != tests:
-        return run_tests(copy, all_cases, seconds)
+        return run_tests(copy, all_cases, seconds, most)
     return failed_test(text, tests)
 
 
