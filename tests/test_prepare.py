@@ -140,6 +140,17 @@ def test_an_interrupted_run_continues_and_overwrites_nothing(flowers, tmp_path, 
         run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.5)
 
 
+def test_a_run_that_is_interrupted_starts_no_further_images(flowers, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "CHUNK", 1)
+    monkeypatch.setattr(prepare.tqdm, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
+    assert 0 < len(files(tmp_path / "a")) < 40, "the images that had been started are finished, the others left"
+
+
 def test_damaged_images_are_named_and_left_out(flowers, tmp_path, monkeypatch, capsys):
     data = photo()
     (flowers / "rose/half.jpg").write_bytes(data[: len(data) // 2])
