@@ -596,6 +596,9 @@ def parse_args():
 
 def main():
     args = parse_args()
+    if args.json:  # standard output is for the report alone: gloo of torch 2.9 writes there too
+        sys.stdout = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
     launcher, rank, world_size, local_rank, local_world_size, address = find_launcher()
     store, connect = open_stores(address, rank, world_size)
     pulse = Pulse(connect(), rank)
