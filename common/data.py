@@ -1,8 +1,8 @@
 """Datasets, loaders and augmentation.
 
-Small images are held in memory as one uint8 tensor, so a batch is one index operation. Crops, flips and normalization
-run on the device, on the whole batch at once but with random numbers of its own for each image. Photographs are
-decoded and cropped by loader processes: see folder.py.
+Small images are held in memory as one uint8 tensor, so a batch is one index operation. Crops, flips
+and normalization run on the device, on the whole batch at once but with random numbers of its own
+for each image. Photographs are decoded and cropped by loader processes: see folder.py.
 """
 
 import os
@@ -17,7 +17,8 @@ from torchvision.datasets import CIFAR10, MNIST
 from common import shapes
 from common.errors import UserError, one_line
 
-# How loader workers start. Python 3.14 would start them from a server process: they would outlive a killed training.
+# How loader workers start. Python 3.14 would start them from a server process: they would outlive a
+# killed training.
 START_METHOD = "fork" if sys.platform == "linux" else None  # None: as usual there
 
 
@@ -57,7 +58,8 @@ class MemoryImages(Dataset):
 def build_datasets(args):
     """Load the training set and the test set of --dataset.
 
-    Both have the attributes in_memory, channels, image_size (height, width) and num_classes, and channel_stats().
+    Both have the attributes in_memory, channels, image_size (height, width) and num_classes, and
+    channel_stats().
 
     Raises:
         UserError: the files are missing or damaged.
@@ -73,19 +75,23 @@ def build_loader(dataset, args, sampler=None, *, train=False):
     """Build the DataLoader of uint8 batches.
 
     Args:
-        sampler: an iterable of indices with a length. None: all images, in the order of the dataset.
+        sampler: an iterable of indices with a length. None: all images, in the order of the
+            dataset.
 
     Raises:
         UserError: there are fewer than two images to train on.
     """
     if train and len(sampler) < 2:
-        raise UserError(f"{len(sampler)} training image per process: expected 2 or more; raise --limit")
+        raise UserError(
+            f"{len(sampler)} training image per process: expected 2 or more; raise --limit"
+        )
     workers = 0 if dataset.in_memory else args.workers
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
         sampler=sampler,
-        drop_last=train and len(sampler) % args.batch_size == 1,  # batch norm cannot train on a single image
+        # batch norm cannot train on a single image
+        drop_last=train and len(sampler) % args.batch_size == 1,
         num_workers=workers,
         multiprocessing_context=START_METHOD if workers else None,
         persistent_workers=train and workers > 0,
@@ -98,12 +104,14 @@ def build_transforms(train_set, args, device):
     """Build the functions that turn a uint8 batch on the device into the input of the model.
 
     Returns:
-        (augment, normalize): each takes uint8 (N, C, H, W) and returns float32 (N, C, H, W) with a mean of about 0 and
-        a deviation of about 1. augment also crops and flips each image at random, unless --no-augment.
+        (augment, normalize): each takes uint8 (N, C, H, W) and returns float32 (N, C, H, W) with a
+        mean of about 0 and a deviation of about 1. augment also crops and flips each image at
+        random, unless --no-augment.
     """
     mean, std = (s.float().to(device)[:, None, None] for s in train_set.channel_stats())
     flip = 0.5 if args.dataset != "mnist" else 0  # Mirrored digits are no digits.
-    padding = train_set.image_size[0] // 8 if train_set.in_memory else 0  # photographs are cropped when they are read
+    # photographs are cropped when they are read
+    padding = train_set.image_size[0] // 8 if train_set.in_memory else 0
 
     def normalize(images):
         return (images / std).sub_(mean / std)
@@ -121,7 +129,8 @@ def build_transforms(train_set, args, device):
 def crop_and_flip(images, padding, top, left, mirror):
     """Shift each image by its own offset inside a black border, then mirror some.
 
-    For the same offsets this equals torchvision's RandomCrop(size, padding) and horizontal flip, pixel by pixel.
+    For the same offsets this equals torchvision's RandomCrop(size, padding) and horizontal flip,
+    pixel by pixel.
 
     Args:
         images: (N, C, H, W), any dtype and device.
@@ -146,7 +155,8 @@ def _shapes(args):
     def draw(seed, indices):
         images = torch.empty(len(indices), 3, shapes.SIZE, shapes.SIZE, dtype=torch.uint8)
         targets = torch.empty(len(indices), dtype=torch.int64)
-        for rows in torch.arange(len(indices)).split(1000):  # the temporary arrays of 1000 images fit the cache
+        # the temporary arrays of 1000 images fit the cache
+        for rows in torch.arange(len(indices)).split(1000):
             drawn = shapes.render(seed, indices[rows].numpy())
             images[rows], targets[rows] = map(torch.from_numpy, drawn)
         return MemoryImages(images, targets, len(shapes.CLASSES))
@@ -159,12 +169,14 @@ def _torchvision(args):
     try:
         if args.download:
             os.makedirs(args.data_dir, exist_ok=True)
-            with FileLock(os.path.join(args.data_dir, f".{name}.lock")):  # one process downloads, the others wait
+            # one process downloads, the others wait
+            with FileLock(os.path.join(args.data_dir, f".{name}.lock")):
                 build(args.data_dir, download=True)
         train, test = (build(args.data_dir, train) for train in (True, False))
     except (RuntimeError, OSError, ValueError, AssertionError, LookupError, EOFError) as error:
         raise UserError(
-            f"cannot read {name} in {args.data_dir} ({one_line(error)}): add --download, and first delete the files if "
+            f"cannot read {name} in {args.data_dir} ({one_line(error)}): add --download, and first "
+            "delete the files if "
             f"they are damaged, or use --dataset shapes, which needs no files"
         ) from None
 

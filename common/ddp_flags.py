@@ -24,32 +24,64 @@ def parse_spawn_args(doc):
     """Parse the flags of 04: those of 03, the number of processes, and the address of rank 0."""
     parser = _ddp_flags(doc)
     add, gpus = parser.add_argument, torch.accelerator.device_count()
-    add("--nproc-per-node", type=whole_number(1), default=gpus or 2, metavar="N", help="processes, one per GPU")
+    add(
+        "--nproc-per-node",
+        type=whole_number(1),
+        default=gpus or 2,
+        metavar="N",
+        help="processes, one per GPU",
+    )
     add("--nodes", type=whole_number(1), default=1, metavar="N", help="number of machines")
-    add("--node-rank", type=whole_number(0), default=0, metavar="N", help="which machine this is, counted from 0")
-    add("--dist-url", metavar="tcp://HOST:PORT", help="the address of rank 0; on one machine, a free port by default")
+    add(
+        "--node-rank",
+        type=whole_number(0),
+        default=0,
+        metavar="N",
+        help="which machine this is, counted from 0",
+    )
+    add(
+        "--dist-url",
+        metavar="tcp://HOST:PORT",
+        help="the address of rank 0; on one machine, a free port by default",
+    )
     args = parser.parse_args()
     for name, count in launched_copies().items():
         if count > args.nodes:
-            problem = f"{name}={count}: a launcher started {count} copies of a script that starts its own processes"
-            command = f"python {parser.prog}, or srun --ntasks={args.nodes} --ntasks-per-node=1 python {parser.prog}"
+            problem = (
+                f"{name}={count}: a launcher started {count} copies of a script that starts its "
+                "own processes"
+            )
+            command = (
+                f"python {parser.prog}, or srun --ntasks={args.nodes} --ntasks-per-node=1 python "
+                f"{parser.prog}"
+            )
             parser.error(f"{problem}, expected one per machine; {command}")
     if args.node_rank > (last := args.nodes - 1):
-        parser.error(f"--node-rank {args.node_rank} of --nodes {args.nodes}: expected a node rank from 0 to {last}")
+        parser.error(
+            f"--node-rank {args.node_rank} of --nodes {args.nodes}: expected a node rank from 0 to "
+            f"{last}"
+        )
     if args.dist_url is None and args.nodes > 1:
-        parser.error(f"--nodes {args.nodes} without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0")
+        parser.error(
+            f"--nodes {args.nodes} without --dist-url: expected tcp://HOST:PORT, the machine of "
+            "--node-rank 0"
+        )
     if args.dist_url is None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             args.dist_url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     if not re.fullmatch(r"tcp://[^/]+:\d+", args.dist_url):
-        parser.error(f"--dist-url {args.dist_url}: expected tcp://HOST:PORT, as in tcp://10.0.0.1:29500")
+        parser.error(
+            f"--dist-url {args.dist_url}: expected tcp://HOST:PORT, as in tcp://10.0.0.1:29500"
+        )
     return args
 
 
 def _ddp_flags(doc):
     parser = shared_flags(doc)
-    parser.add_argument("--sync-bn", action="store_true", help="batch norm over the images of all processes")
+    parser.add_argument(
+        "--sync-bn", action="store_true", help="batch norm over the images of all processes"
+    )
     # torch.distributed.launch passes --local-rank; LOCAL_RANK says the same.
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     return parser

@@ -21,15 +21,22 @@ class UserError(Exception):
 def one_line_errors():
     """Report a user's mistake in one line, with exit code 2.
 
-    Ctrl-C (exit code 130) and the failure of another rank (1) are one line too. Other errors keep their traceback.
+    Ctrl-C (exit code 130) and the failure of another rank (1) are one line too. Other errors keep
+    their traceback.
     """
     try:
         yield
     except KeyboardInterrupt:
         _exit_now("stopped by Ctrl-C", 130)
-    except ProcessExitedException as error:  # a process of mp.spawn, which printed its own error unless it was killed
-        killed = f"error: process {error.error_index} was killed by {error.signal_name}; the others were stopped"
-        _exit_now(killed if error.signal_name else None, 1 if error.signal_name else error.exit_code)
+    # a process of mp.spawn, which printed its own error unless it was killed
+    except ProcessExitedException as error:
+        killed = (
+            f"error: process {error.error_index} was killed by {error.signal_name}; the others "
+            "were stopped"
+        )
+        _exit_now(
+            killed if error.signal_name else None, 1 if error.signal_name else error.exit_code
+        )
     except Exception as error:
         message, code = explain(error)
         has_peers = dist.is_initialized() and dist.get_world_size() > 1
@@ -46,13 +53,20 @@ def one_line_errors():
 def explain(error):
     """Return (message, exit code) of an error. The message is None if the error needs its traceback."""
     if getattr(error, "one_line", False):
-        # The message of an error in a loader worker is a whole traceback, whose last line is the error.
+        # The message of an error in a loader worker is a whole traceback, whose last line is the
+        # error.
         return str(error).splitlines()[-1].rpartition("UserError: ")[-1], 2
     name = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
     if name.startswith("SLURM_"):
         return f"{name} is not set: expected srun to set it; srun --ntasks=2 python {_script()}", 2
     if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        return f"{name} is not set: expected torchrun to set it; torchrun --nproc-per-node=2 {_script()}", 2
+        return (
+            (
+                f"{name} is not set: expected torchrun to set it; torchrun --nproc-per-node=2 "
+                f"{_script()}"
+            ),
+            2,
+        )
     return lost_peer(error), 1
 
 
@@ -60,16 +74,24 @@ def lost_peer(error):
     """Return a message if the error means that another rank exited or cannot be reached, else None."""
     text = one_line(error)
     from_gloo = isinstance(error, RuntimeError) and ("/gloo/" in text or "pair closure" in text)
-    from_nccl = isinstance(error, RuntimeError) and "NCCL" in text  # torch has two implementations, with other classes
+    # torch has two implementations, with other classes
+    from_nccl = isinstance(error, RuntimeError) and "NCCL" in text
     from_a_collective = from_gloo or from_nccl or isinstance(error, dist.DistError)
-    if not from_a_collective or not re.search("connect|clos|reset by peer|broken pipe|timed out|remote", text, re.I):
+    if not from_a_collective or not re.search(
+        "connect|clos|reset by peer|broken pipe|timed out|remote", text, re.I
+    ):
         return None
     # NCCL names the cause last; gloo first names a line of its own source.
-    cause = re.sub(r"\[\S*/gloo/\S*\] ?", "", re.split("last error:", text, flags=re.I)[-1]).strip()[:200]
+    cause = re.sub(
+        r"\[\S*/gloo/\S*\] ?", "", re.split("last error:", text, flags=re.I)[-1]
+    ).strip()[:200]
     remedy = "its own message, or its launcher's, says why; it may stand above"
     if ("127.0." in text and "refused" in text) or "no route" in text.lower():
         name = "NCCL_SOCKET_IFNAME" if "NCCL" in text else "GLOO_SOCKET_IFNAME"
-        remedy = f"ranks on several machines need export {name}=... on each, the interface that the others reach"
+        remedy = (
+            f"ranks on several machines need export {name}=... on each, the interface that the "
+            "others reach"
+        )
     return f"lost another rank ({cause}): {remedy}"
 
 

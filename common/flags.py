@@ -15,11 +15,16 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, doc, **options):
-        class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        class Formatter(
+            argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+        ):
             """Keep the lines of the docstring; show the defaults of flags that have one."""
 
             def _get_help_string(self, action):
-                has_default = action.default is not False and str(action.default) not in ("None", "")
+                has_default = action.default is not False and str(action.default) not in (
+                    "None",
+                    "",
+                )
                 return super()._get_help_string(action) if has_default else action.help
 
         super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
@@ -32,11 +37,15 @@ def parse_args(doc):
     """Parse the flags of 01 and 02. --help prints `doc`, the docstring of the script."""
     parser = shared_flags(doc)
     args, copies = parser.parse_args(), launched_copies()
-    ranks = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # the innermost launcher first
+    # the innermost launcher first
+    ranks = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     rank = next((os.environ[name] for name in ranks if name in os.environ), "0")
     name = max(copies, key=copies.get, default=None)
     if name and copies[name] > 1 and rank == "0":
-        warn(f"{parser.prog}: {name}={copies[name]}: each copy trains alone; 03_mnmc_ddp_launch.py shares the work")
+        warn(
+            f"{parser.prog}: {name}={copies[name]}: each copy trains alone; 03_mnmc_ddp_launch.py "
+            "shares the work"
+        )
     return args
 
 
@@ -55,27 +64,100 @@ def shared_flags(doc):
     parser = Parser(doc)
     add = parser.add_argument
     datasets = ("shapes", "cifar10", "mnist", "folder")
-    add("--dataset", choices=datasets, default="shapes", help="shapes needs no files; folder is for your own images")
+    add(
+        "--dataset",
+        choices=datasets,
+        default="shapes",
+        help="shapes needs no files; folder is for your own images",
+    )
     add(
         "--data-dir",
         default="data",
         metavar="DIR",
         help="the dataset's files, or train/CLASS/*.jpg and val/CLASS/*.jpg",
     )
-    add("--download", action="store_true", help="download cifar10 or mnist into --data-dir if missing")
-    add("--epochs", type=whole_number(1), default=5, metavar="N", help="passes over the training images")
-    add("--batch-size", type=whole_number(2), default=256, metavar="N", help="images per process and training step")
-    add("--lr", type=number(above=0), default=0.01, metavar="X", help="learning rate, before --lr-scaling")
-    add("--lr-scaling", choices=("linear", "none"), default="linear", help="linear: --lr * images per step / 256")
-    add("--warmup-epochs", type=number(), default=0, metavar="N", help="epochs in which the learning rate rises")
+    add(
+        "--download",
+        action="store_true",
+        help="download cifar10 or mnist into --data-dir if missing",
+    )
+    add(
+        "--epochs",
+        type=whole_number(1),
+        default=5,
+        metavar="N",
+        help="passes over the training images",
+    )
+    add(
+        "--batch-size",
+        type=whole_number(2),
+        default=256,
+        metavar="N",
+        help="images per process and training step",
+    )
+    add(
+        "--lr",
+        type=number(above=0),
+        default=0.01,
+        metavar="X",
+        help="learning rate, before --lr-scaling",
+    )
+    add(
+        "--lr-scaling",
+        choices=("linear", "none"),
+        default="linear",
+        help="linear: --lr * images per step / 256",
+    )
+    add(
+        "--warmup-epochs",
+        type=number(),
+        default=0,
+        metavar="N",
+        help="epochs in which the learning rate rises",
+    )
     workers = min(4, os.cpu_count() or 1)
-    add("--workers", type=whole_number(0), default=workers, metavar="N", help="loader processes, for photographs only")
-    add("--arch", default="resnet18", metavar="NAME", help="a torchvision model, mnist_net or small_net")
-    add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random crops and flips")
-    add("--seed", type=whole_number(0, 2**32), default=0, metavar="N", help="for weights, order and augmentation")
-    add("--print-every", type=whole_number(1), default=50, metavar="N", help="training steps between lines")
-    add("--limit", type=whole_number(2), metavar="N", help="train on N images only, for a quick try")
-    add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per epoch to FILE")
+    add(
+        "--workers",
+        type=whole_number(0),
+        default=workers,
+        metavar="N",
+        help="loader processes, for photographs only",
+    )
+    add(
+        "--arch",
+        default="resnet18",
+        metavar="NAME",
+        help="a torchvision model, mnist_net or small_net",
+    )
+    add(
+        "--augment",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="random crops and flips",
+    )
+    add(
+        "--seed",
+        type=whole_number(0, 2**32),
+        default=0,
+        metavar="N",
+        help="for weights, order and augmentation",
+    )
+    add(
+        "--print-every",
+        type=whole_number(1),
+        default=50,
+        metavar="N",
+        help="training steps between lines",
+    )
+    add(
+        "--limit", type=whole_number(2), metavar="N", help="train on N images only, for a quick try"
+    )
+    add(
+        "--log-file",
+        type=output_file,
+        metavar="FILE",
+        help="append one JSON line per epoch to FILE",
+    )
     add("--save", type=output_file, metavar="FILE", help="write the trained weights to FILE")
     return parser
 
@@ -111,7 +193,9 @@ def output_file(path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         open(path, "a").close()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {path}: {error.strerror}; name a file you may write") from None
+        raise argparse.ArgumentTypeError(
+            f"cannot write {path}: {error.strerror}; name a file you may write"
+        ) from None
     if is_new:
         with contextlib.suppress(FileNotFoundError):  # another rank tries the same file
             os.remove(path)

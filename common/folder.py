@@ -13,7 +13,8 @@ from common.errors import UserError, one_line
 SMALL_SIDE = 64  # pixels: images up to this size, all of one size, are held in memory
 SMALL_BYTES = 4 * 2**30  # unless they would take more than this
 CROP = 224  # pixels: the side of what the model sees of a photograph
-IMAGENET_STATS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # mean and deviation, on a scale of 0 to 255
+# mean and deviation, on a scale of 0 to 255
+IMAGENET_STATS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
 class Photographs(ImageFolder):
@@ -23,7 +24,11 @@ class Photographs(ImageFolder):
     num_classes = property(lambda self: len(self.classes))
 
     def __init__(self, root, random_crops):
-        crop = [v2.RandomResizedCrop(CROP)] if random_crops else [v2.Resize(CROP * 8 // 7), v2.CenterCrop(CROP)]
+        crop = (
+            [v2.RandomResizedCrop(CROP)]
+            if random_crops
+            else [v2.Resize(CROP * 8 // 7), v2.CenterCrop(CROP)]
+        )
         super().__init__(root, v2.Compose([v2.PILToTensor(), *crop]), loader=open_image)
 
     def channel_stats(self):
@@ -40,14 +45,24 @@ def load_folder(args):
     folders = [os.path.join(args.data_dir, split) for split in ("train", "val", "test")]
     test_folder = folders[1] if os.path.isdir(folders[1]) else folders[2]
     try:
-        train, test = Photographs(folders[0], args.augment), Photographs(test_folder, random_crops=False)
-    except FileNotFoundError as error:  # names the folder that is missing, or the class that has no images
+        train, test = (
+            Photographs(folders[0], args.augment),
+            Photographs(test_folder, random_crops=False),
+        )
+    # names the folder that is missing, or the class that has no images
+    except FileNotFoundError as error:
         expected = "expected train/CLASS/*.jpg and val/CLASS/*.jpg (or test/)"
         raise UserError(f"--data-dir {args.data_dir}: {one_line(error)}; {expected}") from None
     differences = sorted(set(train.classes) ^ set(test.classes))
     if differences or len(train.classes) < 2:
-        problem = f"only one of them has the class {differences[0]}" if differences else "they have 1 class"
-        raise UserError(f"{train.root} and {test.root}: {problem}; expected the same classes in both, 2 or more")
+        problem = (
+            f"only one of them has the class {differences[0]}"
+            if differences
+            else "they have 1 class"
+        )
+        raise UserError(
+            f"{train.root} and {test.root}: {problem}; expected the same classes in both, 2 or more"
+        )
     train.samples = [train.samples[k] for k in choose(len(train), args.limit)]
     small = load_small(train)
     small_test = small and load_small(test)
@@ -67,7 +82,9 @@ def load_small(folder):
         if image.shape != images[k].shape:
             return None
         images[k] = image
-    return MemoryImages(images, torch.tensor([target for _, target in folder.samples]), len(folder.classes))
+    return MemoryImages(
+        images, torch.tensor([target for _, target in folder.samples]), len(folder.classes)
+    )
 
 
 def open_image(path):
@@ -76,4 +93,6 @@ def open_image(path):
         return default_loader(path)
     except (OSError, SyntaxError, ValueError) as error:
         reason = one_line(error)
-        raise UserError(f"{path} cannot be read as an image ({reason}); delete it or replace it") from None
+        raise UserError(
+            f"{path} cannot be read as an image ({reason}); delete it or replace it"
+        ) from None

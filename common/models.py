@@ -26,18 +26,27 @@ def build_model(args, dataset):
         model = SmallNet(channels, num_classes)
     elif args.arch in torchvision.models.list_models(module=torchvision.models):
         # Two old models have a second output for training unless told otherwise.
-        extra = {"aux_logits": False, "init_weights": True} if args.arch in ("googlenet", "inception_v3") else {}
+        extra = (
+            {"aux_logits": False, "init_weights": True}
+            if args.arch in ("googlenet", "inception_v3")
+            else {}
+        )
         model = torchvision.models.get_model(args.arch, num_classes=num_classes, **extra)
         if channels != 3:
             _replace_stem(model, channels)
     else:
-        raise UserError(f"--arch {args.arch}: no such model in torchvision; try resnet18, mnist_net or small_net")
+        raise UserError(
+            f"--arch {args.arch}: no such model in torchvision; try resnet18, mnist_net or "
+            "small_net"
+        )
     try:
         with torch.no_grad():
             model.eval()(torch.zeros(1, channels, *size))
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = one_line(error)
-        raise UserError(f"--arch {args.arch} cannot take {size[0]}x{size[1]} images ({reason}); try resnet18") from None
+        raise UserError(
+            f"--arch {args.arch} cannot take {size[0]}x{size[1]} images ({reason}); try resnet18"
+        ) from None
     return model.train()
 
 
@@ -49,7 +58,8 @@ class MnistNet(nn.Module):
 
     def __init__(self, channels=1, image_size=(28, 28), num_classes=10):
         super().__init__()
-        height, width = ((side - 4) // 2 for side in image_size)  # the convolutions take 4 pixels, the pool halves
+        # the convolutions take 4 pixels, the pool halves
+        height, width = ((side - 4) // 2 for side in image_size)
         self.features = nn.Sequential(
             nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)
         )  # fmt: skip
@@ -64,8 +74,8 @@ class MnistNet(nn.Module):
 class SmallNet(nn.Sequential):
     """Five convolutions with batch norm, 0.25 million weights: fast enough on a CPU for many experiments.
 
-    Each convolution halves the image, so a 32x32 image ends as one value per channel. The last batch norm then sees one
-    value per image, so a small batch hurts it first, as in large models.
+    Each convolution halves the image, so a 32x32 image ends as one value per channel. The last
+    batch norm then sees one value per image, so a small batch hurts it first, as in large models.
 
     Takes floats (N, channels, height, width) and returns logits (N, num_classes).
     """
@@ -73,8 +83,14 @@ class SmallNet(nn.Sequential):
     def __init__(self, channels=3, num_classes=10):
         layers, widths = [], (channels, 16, 32, 64, 128, 128)
         for before, after in itertools.pairwise(widths):
-            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], num_classes))
+            layers += [
+                nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(after),
+                nn.ReLU(),
+            ]
+        super().__init__(
+            *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], num_classes)
+        )
 
     def forward(self, images):  # torch 2.9 compiles no model whose forward is one of torch's own
         return super().forward(images)
@@ -84,6 +100,8 @@ def _replace_stem(model, channels):
     """Replace the first convolution of a torchvision model, which takes 3 channels, by one that takes `channels`."""
     name, stem = next((name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d))
     bias = stem.bias is not None
-    new = nn.Conv2d(channels, stem.out_channels, stem.kernel_size, stem.stride, stem.padding, bias=bias)
+    new = nn.Conv2d(
+        channels, stem.out_channels, stem.kernel_size, stem.stride, stem.padding, bias=bias
+    )
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, new)

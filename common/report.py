@@ -1,8 +1,8 @@
 """Console lines and run records: what a script prints, and what the charts are drawn from.
 
-A Report only observes: without it a script trains the same model. It waits for the device before it reads the clock,
-so its seconds are true. Images per second leave out the first steps of an epoch (compilation, workers that start) and
-evaluation.
+A Report only observes: without it a script trains the same model. It waits for the device before it
+reads the clock, so its seconds are true. Images per second leave out the first steps of an epoch
+(compilation, workers that start) and evaluation.
 """
 
 import datetime
@@ -44,7 +44,9 @@ class Report:
 
     def __init__(self, args, device, local_world_size=1):
         self.args, self.device, self.started = args, device, time.perf_counter()
-        self.rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, world_size = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
         launcher = launcher_name()
         start = COMMANDS[launcher].format(world_size // local_world_size, local_world_size)
         script = os.path.basename(sys.argv[0])
@@ -76,7 +78,12 @@ class Report:
         is_hidden = self.rank > 0 or not sys.stdout.isatty()
         description = f"epoch {self.epoch + 1}/{self.args.epochs}"
         with tqdm(
-            total=total, desc=description, unit="batch", leave=False, disable=is_hidden, file=sys.stdout
+            total=total,
+            desc=description,
+            unit="batch",
+            leave=False,
+            disable=is_hidden,
+            file=sys.stdout,
         ) as self.bar:
             for batch in batches:
                 yield batch
@@ -103,7 +110,8 @@ class Report:
         self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
         self.show_devices()
         self.print(
-            f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, {storage}, "
+            f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, "
+            f"{storage}, "
             f"{train_set.num_classes} classes | {args.arch}, {weights:.1f} M weights"
         )
         self.print(
@@ -115,10 +123,14 @@ class Report:
         """Print the ranks of each host and their devices. Every rank must call it."""
         r = self.record
         if r["world_size"] == 1:
-            self.print(f"device: {self.device} ({r['device_name']}, {r['cpu_threads']} CPU threads)")
+            self.print(
+                f"device: {self.device} ({r['device_name']}, {r['cpu_threads']} CPU threads)"
+            )
             return
         everyone = [None] * r["world_size"]
-        dist.all_gather_object(everyone, (platform.node(), self.device, r["device_name"], r["cpu_threads"]))
+        dist.all_gather_object(
+            everyone, (platform.node(), self.device, r["device_name"], r["cpu_threads"])
+        )
         lines = host_lines(everyone)
         for line in lines[:MAX_HOSTS]:
             self.print(line)
@@ -128,7 +140,8 @@ class Report:
     def timed(self, loader, epoch):
         """Return an iterator over the batches of a training epoch that measures how long the loop waits for each.
 
-        On a GPU the wait is an upper bound of what data costs: meanwhile the GPU works on earlier steps.
+        On a GPU the wait is an upper bound of what data costs: meanwhile the GPU works on earlier
+        steps.
         """
         self.epoch, self.steps, self.images, self.waited = epoch, len(loader), 0, 0.0
         self.totals = [0.0, 0.0, 0.0]
@@ -137,7 +150,8 @@ class Report:
 
     def _timed(self, batches):
         step, asked = 0, time.perf_counter()
-        while batch := next(batches, None):  # to its end: RandomSampler draws a last random number there
+        # to its end: RandomSampler draws a last random number there
+        while batch := next(batches, None):
             self.waited += time.perf_counter() - asked
             self.images += len(batch[1])
             yield batch
@@ -155,13 +169,17 @@ class Report:
 
         Args:
             step: int, counted from 0.
-            totals: float (3,) on the device: sum of losses, correct answers and images since the last line, over all
-                ranks.
+            totals: float (3,) on the device: sum of losses, correct answers and images since the
+                last line, over all ranks.
         """
         new = totals.tolist()  # note: this waits for the device
         self.totals = [a + b for a, b in zip(self.totals, new, strict=True)]
         loss, correct, images = self.totals
-        self.train_loss, self.train_acc, speed = loss / images, 100 * correct / images, self._speed(self.line_start)
+        self.train_loss, self.train_acc, speed = (
+            loss / images,
+            100 * correct / images,
+            self._speed(self.line_start),
+        )
         self.print(
             f"   == step: [{step + 1:3}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | "
             f"loss: {self.train_loss:.3f} | acc: {self.train_acc:6.3f}% | {speed:.0f} img/s"
@@ -185,8 +203,14 @@ class Report:
             f"epoch took {self.seconds:.1f} s, {self.images_per_second:.0f} img/s, "
             f"{100 * wait_share:.1f}% of it waiting for data"
         )
-        measured = {"seconds": round(self.seconds, 3), "images_per_second": round(self.images_per_second, 1)}
-        measured |= {"data_wait_share": round(wait_share, 4), "train_loss": round(self.train_loss, 4)}
+        measured = {
+            "seconds": round(self.seconds, 3),
+            "images_per_second": round(self.images_per_second, 1),
+        }
+        measured |= {
+            "data_wait_share": round(wait_share, 4),
+            "train_loss": round(self.train_loss, 4),
+        }
         measured |= {"train_acc": round(self.train_acc, 3), "test_acc": round(self.test_acc, 3)}
         self.write({"epoch": self.epoch + 1} | measured)
 
@@ -203,7 +227,11 @@ class Report:
 
     def close(self, line):
         """Print a line, and with it the seconds and the memory of the run."""
-        memory = f"peak memory {peak_memory() / 2**30:.2f} GiB" if peak_memory() else "peak memory unknown"
+        memory = (
+            f"peak memory {peak_memory() / 2**30:.2f} GiB"
+            if peak_memory()
+            else "peak memory unknown"
+        )
         if self.device.type == "cuda":
             memory += f", on the GPU {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
         self.print(f"{line} | {time.perf_counter() - self.started:.0f} s | {memory}")
@@ -278,7 +306,9 @@ def environment(device):
     return {
         "device": device.type,
         "device_name": device_name(device),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
@@ -295,7 +325,8 @@ def gpu_software(device):
         "cudnn": torch.backends.cudnn.version(),
         "driver": _read_proc("driver/nvidia/version", r"Kernel Module.*?\s(\d[\d.]+)"),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "nccl_class": type(dist.group.WORLD._get_backend(device)).__name__ if nccl else None,  # torch has several
+        # torch has several
+        "nccl_class": type(dist.group.WORLD._get_backend(device)).__name__ if nccl else None,
         "tf32_matmul": torch.get_float32_matmul_precision() != "highest",
         "tf32_conv": torch.backends.cudnn.allow_tf32,
     }
@@ -305,7 +336,9 @@ def device_name(device):
     """Return the manufacturer's name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return _read_proc("cpuinfo", r"model name\s*: (.*)") or platform.processor() or platform.machine()
+    return (
+        _read_proc("cpuinfo", r"model name\s*: (.*)") or platform.processor() or platform.machine()
+    )
 
 
 def peak_memory():
@@ -327,4 +360,6 @@ def count_repeats(log, command):
     except FileNotFoundError:
         return 0
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"--log-file {log} holds lines that are not run records: name another file") from None
+        raise UserError(
+            f"--log-file {log} holds lines that are not run records: name another file"
+        ) from None

@@ -3,15 +3,27 @@
 An image is a pure function of (seed, index): the same bytes on every platform, in any order, on any
 number of processes. Integers alone make it so; floating point may round differently elsewhere.
 
-Only the form tells the class. Place, size, angle and both colours are random, and the shape may be lighter or
-darker than the background, so neither a colour nor the brightness of a pixel tells the class.
+Only the form tells the class. Place, size, angle and both colours are random, and the shape may be
+lighter or darker than the background, so neither a colour nor the brightness of a pixel tells the
+class.
 """
 
 import math
 
 import numpy as np
 
-CLASSES = ("disk", "ring", "square", "frame", "triangle", "cross", "bars", "checks", "crescent", "dots")
+CLASSES = (
+    "disk",
+    "ring",
+    "square",
+    "frame",
+    "triangle",
+    "cross",
+    "bars",
+    "checks",
+    "crescent",
+    "dots",
+)
 SIZE = 32  # pixels a side
 NOISE = 56  # levels of noise added to every pixel
 CONTRAST = 72  # least difference of the two colours in each channel
@@ -38,7 +50,9 @@ def render(seed, indices):
 
     def draw(k, n):
         """The k-th random number of every image, 0 to n - 1."""
-        stream = _mix(np.full(1, seed, dtype=np.uint64) + GOLDEN * np.full(1, k + 1, dtype=np.uint64))
+        stream = _mix(
+            np.full(1, seed, dtype=np.uint64) + GOLDEN * np.full(1, k + 1, dtype=np.uint64)
+        )
         bits = _mix(stream + GOLDEN * (indices + np.uint64(1)))
         return ((bits >> np.uint64(32)) * np.uint64(n) >> np.uint64(32)).astype(np.int32)
 
@@ -77,7 +91,8 @@ def _inside(label, u, v):
     """Which points (u, v) lie inside a shape; both are int32, about -R to R within it."""
     x, y, square = abs(u), abs(v), u * u + v * v
     far, near = np.maximum(x, y), np.minimum(x, y)
-    match CLASSES[label]:  # all cover a similar area, so that the average colour does not tell the class
+    # all cover a similar area, so that the average colour does not tell the class
+    match CLASSES[label]:
         case "disk":
             return square < R * R * 7 // 10
         case "ring":

@@ -11,13 +11,15 @@ def convert_sync_batchnorm(model):
     """Return the model with synchronized batch norm: PyTorch's own on GPUs, SyncBatchNorm elsewhere.
 
     Raises:
-        UserError: the model has a batch norm of another library, which may do more, as timm's BatchNormAct2d applies
-            an activation. A converted one would only normalize.
+        UserError: the model has a batch norm of another library, which may do more, as timm's
+            BatchNormAct2d applies an activation. A converted one would only normalize.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and type(module) not in PLAIN:
             found = f"{type(module).__name__} may do more than batch norm"
-            raise UserError(f"--sync-bn: {found}; leave out --sync-bn, or use a model of torchvision")
+            raise UserError(
+                f"--sync-bn: {found}; leave out --sync-bn, or use a model of torchvision"
+            )
     if any(p.is_cuda for p in model.parameters()):
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if isinstance(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
@@ -30,9 +32,9 @@ def convert_sync_batchnorm(model):
 class SyncBatchNorm(nn.BatchNorm2d):
     """Batch norm that computes mean and variance over the images of all ranks, as if they were one batch.
 
-    Ranks may hold different numbers of images. Mean and variance depend on the images of every rank, so gradients flow
-    through them to every rank: SumOverRanks has a backward of its own. Ioffe and Szegedy, "Batch Normalization", 2015,
-    algorithm 1, with the sums over all ranks.
+    Ranks may hold different numbers of images. Mean and variance depend on the images of every
+    rank, so gradients flow through them to every rank: SumOverRanks has a backward of its own.
+    Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 1, with the sums over all ranks.
 
     forward takes and returns (N, C) or (N, C, ...) of any float type.
     """
@@ -55,7 +57,8 @@ class SyncBatchNorm(nn.BatchNorm2d):
         shape = [-1 if d == 1 else 1 for d in range(images.ndim)]
         x = images.to(torch.promote_types(images.dtype, torch.float32))
 
-        # The mean first, then the variance around it: E[x^2] - E[x]^2 would lose digits where the mean is large.
+        # The mean first, then the variance around it: E[x^2] - E[x]^2 would lose digits where the
+        # mean is large.
         count = x.numel() // x.size(1)
         sums = SumOverRanks.apply(torch.cat([x.sum(dims), x.new_tensor([count])]))
         total = sums[-1].detach()
@@ -70,7 +73,8 @@ class SyncBatchNorm(nn.BatchNorm2d):
                 self.num_batches_tracked += 1
                 share = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
                 self.running_mean.lerp_(mean, share)
-                self.running_var.lerp_(variance * total / (total - 1), share)  # unbiased, as in PyTorch
+                # unbiased, as in PyTorch
+                self.running_var.lerp_(variance * total / (total - 1), share)
         x = x * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
             x = x * self.weight.view(shape) + self.bias.view(shape)
@@ -84,8 +88,8 @@ class SyncBatchNorm(nn.BatchNorm2d):
 class SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over all ranks, with a gradient.
 
-    The output of every rank contains the input of this rank once. The gradient of the input is therefore the sum of the
-    gradients of all outputs.
+    The output of every rank contains the input of this rank once. The gradient of the input is
+    therefore the sum of the gradients of all outputs.
     """
 
     @staticmethod
@@ -99,4 +103,5 @@ class SumOverRanks(torch.autograd.Function):
         return SumOverRanks.forward(ctx, gradient)
 
 
-PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)  # they only normalize
+# they only normalize
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, SyncBatchNorm)

@@ -4,13 +4,14 @@ A checkpoint is one file, which plain torch.load can read too:
 
     step-00000120.pt    what torch.save writes, then b"sha256:" and the checksum of everything before it, in hex
 
-It is written under another name, flushed to the disk and then renamed, so a file with the right name is complete. The
-checksum finds damage that happens later. Reading takes the newest file that is not damaged. It never runs code: a file
-holds only tensors, numbers, strings and containers of those.
+It is written under another name, flushed to the disk and then renamed, so a file with the right
+name is complete. The checksum finds damage that happens later. Reading takes the newest file that
+is not damaged. It never runs code: a file holds only tensors, numbers, strings and containers of
+those.
 
-Every rank must hold the same state when it calls save(). If all machines see one folder, rank 0 writes. Otherwise one
-process on every machine writes, so losing a machine loses no checkpoint. After a restart the newest undamaged file on
-any machine is used, and sent to all ranks.
+Every rank must hold the same state when it calls save(). If all machines see one folder, rank 0
+writes. Otherwise one process on every machine writes, so losing a machine loses no checkpoint.
+After a restart the newest undamaged file on any machine is used, and sent to all ranks.
 """
 
 import argparse
@@ -56,15 +57,19 @@ def write_file(path, state):
         with open(temporary, "w+b") as file:
             try:
                 torch.save(state, file)
-            except RuntimeError as error:  # torch raises it while it handles the OSError of a full disk
-                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+            # torch raises it while it handles the OSError of a full disk
+            except RuntimeError as error:
+                raise (
+                    error.__context__ if isinstance(error.__context__, OSError) else error
+                ) from None
             file.seek(0)
             digest = hashlib.sha256()
             while block := file.read(2**20):
                 digest.update(block)
             file.write(MARK + digest.hexdigest().encode())
             file.flush()
-            os.fsync(file.fileno())  # before the rename: a power cut could otherwise keep the name without the content
+            # before the rename: a power cut could otherwise keep the name without the content
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -108,7 +113,11 @@ def decode(body):
     try:
         state = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError) as error:
-        reason = "it would run code" if "Weights only load failed" in str(error) else one_line(error)[:200]
+        reason = (
+            "it would run code"
+            if "Weights only load failed" in str(error)
+            else one_line(error)[:200]
+        )
         raise Damaged(f"{reason}; expected only tensors, numbers and strings") from None
     if not isinstance(state, dict) or not {"model", "step"} <= state.keys():
         raise Damaged(f"it holds a {type(state).__name__}, expected the state of a run")
@@ -123,15 +132,29 @@ def load_weights(path):
     """
     try:
         with open(path, "rb") as file:
-            is_ours = os.path.getsize(path) > TRAILER and file.seek(-TRAILER, 2) and file.read(len(MARK)) == MARK
+            is_ours = (
+                os.path.getsize(path) > TRAILER
+                and file.seek(-TRAILER, 2)
+                and file.read(len(MARK)) == MARK
+            )
         if is_ours:
             state = decode(read_file(path))
             return state["ema"] or state["model"]
         weights = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor) for w in weights.values()):
+        if not isinstance(weights, dict) or not all(
+            isinstance(w, torch.Tensor) for w in weights.values()
+        ):
             raise Damaged(f"it holds a {type(weights).__name__}, not a state_dict")
         return weights
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, Damaged) as error:
+    except (
+        OSError,
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        LookupError,
+        Damaged,
+    ) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)[:200]
         raise UserError(
             f"--weights {path}: {reason}; expected a checkpoint of this script, or what "
@@ -145,7 +168,9 @@ class SaveInterval:
     def __init__(self, text):
         match = re.fullmatch(r"([1-9][0-9]{0,8})(s?)", text)
         if not match:
-            raise argparse.ArgumentTypeError(f"{text!r} given, expected steps, as 100, or seconds, as 600s")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} given, expected steps, as 100, or seconds, as 600s"
+            )
         self.text, self.number, self.by_time = text, int(match[1]), bool(match[2])
         self.last_save = time.monotonic()
 
@@ -174,14 +199,21 @@ class Checkpoints:
         d: Distributed; reads rank and local_rank.
         group: a gloo process group of all ranks.
         keep: int, how many to keep beside the best.
-        patience: seconds a save may wait for the save before it. The other ranks wait too, and they have a timeout.
+        patience: seconds a save may wait for the save before it. The other ranks wait too, and they
+            have a timeout.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
     def __init__(self, folder, d, group, keep, patience):
-        self.folder, self.rank, self.group, self.keep, self.patience = folder, d.rank, group, keep, patience
+        self.folder, self.rank, self.group, self.keep, self.patience = (
+            folder,
+            d.rank,
+            group,
+            keep,
+            patience,
+        )
         self.reads = d.local_rank == 0
         self.writes = self._choose_writers(d.local_rank)
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
@@ -190,13 +222,14 @@ class Checkpoints:
     def save(self, state, name=None, last=False):
         """Copy a state, and write the copy while training continues. Training waits only for the copy.
 
-        A save that fails, or is skipped because the disk is too slow, is reported as a warning. Training continues and
-        the checkpoints before it stay.
+        A save that fails, or is skipped because the disk is too slow, is reported as a warning.
+        Training continues and the checkpoints before it stay.
 
         Args:
             state: dict with "step", int, and tensors on any device.
             name: BEST, or None for one of the newest.
-            last: wait for the save before it, however long that takes, because no other save will follow.
+            last: wait for the save before it, however long that takes, because no other save will
+                follow.
         """
         if last:
             self._wait_for_all()
@@ -205,7 +238,9 @@ class Checkpoints:
         name = name or f"step-{state['step']:08}.pt"
         ended, failure = self._end_pending()
         if failure:
-            log.warning("%s; training continues, and the checkpoints before it are complete", failure)
+            log.warning(
+                "%s; training continues, and the checkpoints before it are complete", failure
+            )
         if not ended:  # never two at a time, which would fill the memory
             log.warning("still saving %s: %s is skipped", self.pending[0], name)
             return
@@ -220,7 +255,10 @@ class Checkpoints:
         failures = self._wait_for_all()
         self.thread.shutdown()
         if failures:
-            raise UserError(f"{failures[0]}; the checkpoints before it are complete: free some space, then --resume")
+            raise UserError(
+                f"{failures[0]}; the checkpoints before it are complete: free some space, then "
+                "--resume"
+            )
 
     def load(self):
         """Return the newest undamaged state of any machine, on the CPU, and its path; (None, None) if there is none.
@@ -237,16 +275,24 @@ class Checkpoints:
                     break
                 except Damaged as error:
                     body = None
-                    damage.append(f"{path} on {socket.gethostname()} is not a good checkpoint: {error}")
+                    damage.append(
+                        f"{path} on {socket.gethostname()} is not a good checkpoint: {error}"
+                    )
         results = self._gather((step, path, damage))
         damage = list(dict.fromkeys(line for _, _, lines in results for line in lines))
-        winner = max(range(len(results)), key=lambda rank: results[rank][0])  # the lowest rank, if several are equal
+        # the lowest rank, if several are equal
+        winner = max(range(len(results)), key=lambda rank: results[rank][0])
         step, path, _ = results[winner]
         if step < 0 and damage:
             best = self._path(BEST)
-            hint = f"; {best} may do: cp {best} {self.folder}/step-00000000.pt" if os.path.exists(best) else ""
+            hint = (
+                f"; {best} may do: cp {best} {self.folder}/step-00000000.pt"
+                if os.path.exists(best)
+                else ""
+            )
             raise UserError(
-                f"{damage[0]}; expected a good one in {self.folder} and found none{hint}; to start from the "
+                f"{damage[0]}; expected a good one in {self.folder} and found none{hint}; to start "
+                "from the "
                 f"beginning, name another --checkpoints-path"
             )
         if self.rank == 0:
@@ -305,11 +351,17 @@ class Checkpoints:
                 with open(marker, "x"):
                     pass
             except OSError as failure:
-                error = f"cannot write to --checkpoints-path {self.folder} on {socket.gethostname()}: "
+                error = (
+                    f"cannot write to --checkpoints-path {self.folder} on {socket.gethostname()}: "
+                )
                 error += f"{failure.strerror}; name a folder of yours"
         results = self._gather((marker, error))
         first = results[0][0]
-        shared = marker is not None and first is not None and os.path.exists(self._path(os.path.basename(first)))
+        shared = (
+            marker is not None
+            and first is not None
+            and os.path.exists(self._path(os.path.basename(first)))
+        )
         self._gather(None)  # wait until every process has looked
         if marker is not None:
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """The input of 06: photographs from a folder, or generated images, on their way to the device ahead of the step.
 
-Loader workers decode, crop and mirror images as bytes. The device converts them to numbers. The random crop of an image
-depends only on seed, epoch and image, whichever process makes it. So a run that is resumed, or continues on another
-number of processes, sees the same pixels.
+Loader workers decode, crop and mirror images as bytes. The device converts them to numbers. The
+random crop of an image depends only on seed, epoch and image, whichever process makes it. So a run
+that is resumed, or continues on another number of processes, sees the same pixels.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from common.distributed import cores_per_process
 from common.errors import UserError, one_line
 from imagenet import signals
 
-MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of ImageNet's channels, on a scale of 0 to 255
+# of ImageNet's channels, on a scale of 0 to 255
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 IGNORED = -100  # the target that nn.CrossEntropyLoss ignores
 MAX_DAMAGED = 0.01  # the share of images that may be unreadable
 MAX_TRIES = 10  # how many images in a row may be unreadable
@@ -34,12 +35,14 @@ MAX_TRIES = 10  # how many images in a row may be unreadable
 class Images(Dataset):
     """The images of a folder, fetched by the batch of (epoch, index).
 
-    In training, the next image replaces a damaged one. In evaluation, a damaged image gets the target IGNORED.
+    In training, the next image replaces a damaged one. In evaluation, a damaged image gets the
+    target IGNORED.
 
     Args:
         root: str, a folder with one folder per class.
         size: int, pixels per side.
-        seed: int, for the random crops of training; or None for evaluation, on the center of each image.
+        seed: int, for the random crops of training; or None for evaluation, on the center of each
+            image.
     """
 
     def __init__(self, root, size, seed=None):
@@ -91,7 +94,9 @@ class DummyImages(Dataset):
         self.count, self.classes = count, [str(k) for k in range(num_classes)]
         self.num_classes, self.channels, self.image_size = num_classes, 3, (size, size)
         generator = torch.Generator().manual_seed(0)
-        self.images = torch.randint(256, (64, 3, size, size), generator=generator, dtype=torch.uint8)
+        self.images = torch.randint(
+            256, (64, 3, size, size), generator=generator, dtype=torch.uint8
+        )
         self.targets = torch.randint(num_classes, (64,), generator=generator)
 
     def __len__(self):
@@ -113,13 +118,17 @@ def build_datasets(args):
         UserError: there are no images, or the two have different classes.
     """
     if args.dummy:
-        return DummyImages(args.dummy, args.image_size), DummyImages(max(1, args.dummy // 25), args.image_size)
+        return DummyImages(args.dummy, args.image_size), DummyImages(
+            max(1, args.dummy // 25), args.image_size
+        )
     train, val = find_folders(args.train_path, args.val_path)
     train_set, val_set = Images(train, args.image_size, args.seed), Images(val, args.image_size)
     if train_set.classes != val_set.classes:
         odd = sorted(set(train_set.classes) ^ set(val_set.classes))[0]
         only = train if odd in train_set.classes else val
-        raise UserError(f"class {odd} is only in {only}: expected the same classes in {train} and {val}")
+        raise UserError(
+            f"class {odd} is only in {only}: expected the same classes in {train} and {val}"
+        )
     if len(train_set.classes) < 2:
         raise UserError(f"1 class in {train}: expected 2 or more, one folder for each")
     return train_set, val_set
@@ -137,13 +146,24 @@ def find_folders(train, val):
     """
     root = train
     if not os.path.isdir(root):
-        raise UserError(f"{root} is not a folder: expected one with train/CLASS/*.jpg and val/CLASS/*.jpg")
+        raise UserError(
+            f"{root} is not a folder: expected one with train/CLASS/*.jpg and val/CLASS/*.jpg"
+        )
     if os.path.isdir(os.path.join(root, "train")):
         train = os.path.join(root, "train")
-        val = val or next((p for p in (os.path.join(root, s) for s in ("val", "test")) if os.path.isdir(p)), None)
+        val = val or next(
+            (p for p in (os.path.join(root, s) for s in ("val", "test")) if os.path.isdir(p)), None
+        )
     if val is None or not os.path.isdir(val):
-        found = f"{val} is not a folder" if val else f"{root} has no train/ with val/ or test/ beside it"
-        raise UserError(f"{found}: expected validation images in class folders; name their folder with --val-path DIR")
+        found = (
+            f"{val} is not a folder"
+            if val
+            else f"{root} has no train/ with val/ or test/ beside it"
+        )
+        raise UserError(
+            f"{found}: expected validation images in class folders; name their folder with "
+            "--val-path DIR"
+        )
     return train, val
 
 
@@ -164,7 +184,9 @@ def list_images(root):
     counts = targets.bincount(minlength=len(folder.classes))
     if not counts.all():
         empty = os.path.join(root, folder.classes[int(counts.argmin())])
-        raise UserError(f"{empty} has no images (.jpg, .png, ...): put some there or delete the folder")
+        raise UserError(
+            f"{empty} has no images (.jpg, .png, ...): put some there or delete the folder"
+        )
     return [path for path, _ in folder.samples], targets, folder.classes
 
 
@@ -175,7 +197,9 @@ def read_image(path):
         UserError: it is damaged.
     """
     try:
-        return v2.functional.to_dtype(decode_image(path, ImageReadMode.RGB), torch.uint8, scale=True)
+        return v2.functional.to_dtype(
+            decode_image(path, ImageReadMode.RGB), torch.uint8, scale=True
+        )
     except RuntimeError:
         pass  # a format that Pillow reads and torchvision does not (bmp, tiff), or a damaged file
     try:
@@ -184,7 +208,9 @@ def read_image(path):
                 image = image.convert("I").point(lambda level: level / 256)
             return v2.functional.pil_to_tensor(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{path} is not a readable image ({one_line(error)}); delete it or replace it") from None
+        raise UserError(
+            f"{path} is not a readable image ({one_line(error)}); delete it or replace it"
+        ) from None
 
 
 def build_loader(dataset, batches, workers, local_world_size):
@@ -193,13 +219,15 @@ def build_loader(dataset, batches, workers, local_world_size):
     Args:
         dataset: Images or DummyImages.
         batches: GlobalBatches.
-        workers: int, or None for this process's share of the cores, less two beside a GPU (for DummyImages, none).
+        workers: int, or None for this process's share of the cores, less two beside a GPU (for
+            DummyImages, none).
         local_world_size: int, the processes on this machine, which share its cores.
     """
     if workers is None:
         cores = cores_per_process(local_world_size)
         if torch.cuda.is_available():
-            cores = max(1, cores - 2)  # for this process itself: its main thread, autograd, pinned memory and NCCL
+            # for this process itself: its main thread, autograd, pinned memory and NCCL
+            cores = max(1, cores - 2)
         workers = 0 if isinstance(dataset, DummyImages) else cores
     # When Python exits it sends SIGTERM to the workers, which ignore it, and waits for them.
     util.Finalize(None, _kill_workers, exitpriority=100)
@@ -232,7 +260,10 @@ class DeviceLoader:
     """
 
     def __init__(self, dataset, batches, workers, d, group):
-        self.loader, self.device = build_loader(dataset, batches, workers, d.local_world_size), d.device
+        self.loader, self.device = (
+            build_loader(dataset, batches, workers, d.local_world_size),
+            d.device,
+        )
         self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         self.damaged = DamagedImages(dataset, group)
 
@@ -249,7 +280,8 @@ class DeviceLoader:
                 yield ready
             torch.cuda.current_stream().wait_stream(stream)
             for tensor in copied:
-                tensor.record_stream(torch.cuda.current_stream())  # its memory is not reused while a step reads it
+                # its memory is not reused while a step reads it
+                tensor.record_stream(torch.cuda.current_stream())
             ready = copied
         if ready is not None:
             yield ready
@@ -283,11 +315,14 @@ class DamagedImages:
         self.known |= set(new)
         if dist.get_rank(self.group) == 0:
             for index in new:
-                print(f"damaged, left out: {self.dataset.paths[index]}", file=sys.stderr, flush=True)
+                print(
+                    f"damaged, left out: {self.dataset.paths[index]}", file=sys.stderr, flush=True
+                )
         if len(self.known) > MAX_DAMAGED * len(self.dataset):
             raise UserError(
                 f"{len(self.known)} of {len(self.dataset)} images are damaged, for example "
-                f"{self.dataset.paths[min(self.known)]}: expected at most {MAX_DAMAGED:.0%}; delete or replace them"
+                f"{self.dataset.paths[min(self.known)]}: expected at most {MAX_DAMAGED:.0%}; "
+                "delete or replace them"
             )
 
 
@@ -295,13 +330,19 @@ def _ignore_signals(worker):
     """Leave signals to the main process, which needs batches from its workers until it has saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals.ignore()
-    signals.exit_with_parent()  # if the main process is killed, a worker with a batch to deliver would wait for ever
-    show = sys.excepthook  # after Ctrl-C the main process closes the connection while a worker delivers a batch
-    sys.excepthook = lambda kind, *rest: None if issubclass(kind, ConnectionError) else show(kind, *rest)
+    # if the main process is killed, a worker with a batch to deliver would wait for ever
+    signals.exit_with_parent()
+    # after Ctrl-C the main process closes the connection while a worker delivers a batch
+    show = sys.excepthook
+    sys.excepthook = lambda kind, *rest: (
+        None if issubclass(kind, ConnectionError) else show(kind, *rest)
+    )
 
 
 def _kill_workers():
-    with contextlib.suppress(AttributeError, ValueError):  # Windows has no SIGCHLD, a thread may not set it
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the DataLoader reports the workers as lost
+    # Windows has no SIGCHLD, a thread may not set it
+    with contextlib.suppress(AttributeError, ValueError):
+        # otherwise the DataLoader reports the workers as lost
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()

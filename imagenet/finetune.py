@@ -50,35 +50,50 @@ def download(source, arch):
     try:
         choices = torchvision.models.get_model_weights(arch).__members__
     except ValueError:
-        raise UserError(f"--weights {source}: torchvision has no weights for --arch {arch}; name a file") from None
+        raise UserError(
+            f"--weights {source}: torchvision has no weights for --arch {arch}; name a file"
+        ) from None
     if name not in choices:
-        raise UserError(f"--weights {source}: expected one of {', '.join(TORCHVISION + name for name in choices)}")
+        raise UserError(
+            f"--weights {source}: expected one of "
+            f"{', '.join(TORCHVISION + name for name in choices)}"
+        )
     try:
         return choices[name].get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:  # no network, a full disk; another hash
         raise UserError(
-            f"--weights {source}: cannot download {choices[name].url} ({one_line(error)[:100]}); download it on "
+            f"--weights {source}: cannot download {choices[name].url} ({one_line(error)[:100]}); "
+            "download it on "
             f"another machine and copy it into {torch.hub.get_dir()}/checkpoints/"
         ) from None
 
 
 def head_of(model, num_classes):
     """Return the name of a model's last layer that has one output per class."""
-    sizes = {name: getattr(m, "out_features", getattr(m, "out_channels", None)) for name, m in model.named_modules()}
+    sizes = {
+        name: getattr(m, "out_features", getattr(m, "out_channels", None))
+        for name, m in model.named_modules()
+    }
     return [name for name, size in sizes.items() if size == num_classes][-1]
 
 
 def replace_head(model, weights, num_classes):
     """Return weights with the untrained head of the model instead of their own, and a message that says what changed.
 
-    Weights that the model does not have, such as those of a second output for training, are left out.
+    Weights that the model does not have, such as those of a second output for training, are left
+    out.
     """
     own, head = model.state_dict(), head_of(model, num_classes)
     new = {name: value for name, value in own.items() if name.startswith(f"{head}.")}
     loaded = {name: value for name, value in weights.items() if name in own and name not in new}
-    left_out = [f"{name} {tuple(value.shape)}" for name, value in weights.items() if name not in loaded]
+    left_out = [
+        f"{name} {tuple(value.shape)}" for name, value in weights.items() if name not in loaded
+    ]
     made = [f"{name} {tuple(value.shape)}" for name, value in new.items()]
-    return loaded | new, f"{len(loaded)} tensors loaded | new: {', '.join(made)} | left out: {', '.join(left_out)}"
+    return (
+        loaded | new,
+        f"{len(loaded)} tensors loaded | new: {', '.join(made)} | left out: {', '.join(left_out)}",
+    )
 
 
 def freeze(model, prefixes):
@@ -92,11 +107,15 @@ def freeze(model, prefixes):
         chosen = [name for name in parameters if begins_with(name, [prefix])]
         if not chosen:
             parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in parameters))
-            raise UserError(f"--freeze {prefix}: no weights have such names; expected the beginning of {parts}")
+            raise UserError(
+                f"--freeze {prefix}: no weights have such names; expected the beginning of {parts}"
+            )
         for name in chosen:
             parameters[name].requires_grad_(False)
     if not any(p.requires_grad for p in parameters.values()):
-        raise UserError(f"--freeze {','.join(prefixes)}: no weights are left to train; freeze fewer parts")
+        raise UserError(
+            f"--freeze {','.join(prefixes)}: no weights are left to train; freeze fewer parts"
+        )
 
 
 def train_mode(model, prefixes):
@@ -109,5 +128,7 @@ def train_mode(model, prefixes):
 
 def begins_with(name, prefixes):
     """Return whether a name begins with one of the prefixes: layer and layer1 for layer1.0.bn1, but 1 not for 17."""
-    patterns = (re.escape(prefix) + (r"(?!\d)" if prefix[-1].isdigit() else "") for prefix in prefixes)
+    patterns = (
+        re.escape(prefix) + (r"(?!\d)" if prefix[-1].isdigit() else "") for prefix in prefixes
+    )
     return any(re.match(pattern, name) for pattern in patterns)

@@ -20,7 +20,9 @@ def build_model(args, dataset):
         UserError: there is no such model, or it cannot take such images.
     """
     build = _build_timm if args.arch.startswith("timm:") else build_common_model
-    return build(args, dataset).to(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+    return build(args, dataset).to(
+        memory_format=torch.channels_last if args.channels_last else torch.contiguous_format
+    )
 
 
 def _build_timm(args, dataset):
@@ -37,9 +39,10 @@ def _build_timm(args, dataset):
 class AveragedModel:
     """The exponential moving average of a model's weights and buffers, in `module`, a copy of the model.
 
-    The result is that of torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay),
-    use_buffers=True), bit for bit. That class waits for the GPU in each step and starts a kernel for each integer
-    buffer; here one call averages all floating-point tensors.
+    The result is that of torch.optim.swa_utils.AveragedModel(model,
+    multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True), bit for bit. That class waits for
+    the GPU in each step and starts a kernel for each integer buffer; here one call averages all
+    floating-point tensors.
 
     Args:
         model: nn.Module, the model in training.
@@ -51,7 +54,8 @@ class AveragedModel:
         tensors = [list(itertools.chain(m.parameters(), m.buffers())) for m in (self.module, model)]
         pairs = list(zip(*tensors, strict=True))
         self.floats = [
-            [t.detach() for t in ts] for ts in zip(*(p for p in pairs if p[0].is_floating_point()), strict=True)
+            [t.detach() for t in ts]
+            for ts in zip(*(p for p in pairs if p[0].is_floating_point()), strict=True)
         ]
         self.counters = [pair for pair in pairs if not pair[0].is_floating_point()]
 
@@ -70,4 +74,7 @@ def parameter_groups(model, weight_decay):
     trained = [p for p in model.parameters() if p.requires_grad]  # not those of --freeze
     weights = [p for p in trained if p.ndim > 1]
     norms_and_biases = [p for p in trained if p.ndim <= 1]
-    return [{"params": weights, "weight_decay": weight_decay}, {"params": norms_and_biases, "weight_decay": 0.0}]
+    return [
+        {"params": weights, "weight_decay": weight_decay},
+        {"params": norms_and_biases, "weight_decay": 0.0},
+    ]

@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from common.report import Report, count_repeats, environment, warmup_steps
 
-# How a recorded command starts, given the number of machines, the processes on each, and all processes.
+# How a recorded command starts, given the number of machines, the processes on each, and all
+# processes.
 COMMANDS = {
     "python": "python",
     "torchrun": "torchrun --nnodes={} --nproc-per-node={}",
@@ -38,7 +39,8 @@ class Progress(Report):
         self.args, self.device, self.rank = args, d.device, d.rank
         self.batches, self.steps, self.accumulate = batches, batches.steps, batches.accumulate
         self.started, self.tensorboard = time.perf_counter(), None
-        # On a GPU the hook of the clock slows the backward pass, so it is measured only if asked for.
+        # On a GPU the hook of the clock slows the backward pass, so it is measured only if asked
+        # for.
         measured = d.world_size > 1 and (d.device.type == "cpu" or args.time_communication)
         self.communication = CommunicationClock(ddp, d.device) if measured else None
         self.waiting = Spans(d.device)
@@ -77,16 +79,20 @@ class Progress(Report):
         options = [f"amp {args.amp}", f"seed {args.seed}"]
         options += ["channels last"] * args.channels_last + ["compiled"] * args.compile
         options += ["synchronized batch norm"] * (args.sync_bn and r["world_size"] > 1)
-        options += [f"averaged weights {args.ema:g}"] * bool(args.ema) + ["deterministic"] * args.deterministic
+        options += [f"averaged weights {args.ema:g}"] * bool(args.ema) + [
+            "deterministic"
+        ] * args.deterministic
         started_by = f"started by {r['launcher']} | world size {r['world_size']}{local}"
         self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
         self.show_devices()
         self.print(
-            f"{r['dataset']}: {len(train_set)} train and {len(val_set)} test images, {len(train_set.classes)} classes, "
+            f"{r['dataset']}: {len(train_set)} train and {len(val_set)} test images, "
+            f"{len(train_set.classes)} classes, "
             f"seen at {args.image_size}x{args.image_size} | {args.arch}, {weights:.1f} M weights"
         )
         self.print(
-            f"global batch {args.batch_size}: {pieces} images per process at a time{micro}, {self.steps} steps per "
+            f"global batch {args.batch_size}: {pieces} images per process at a time{micro}, "
+            f"{self.steps} steps per "
             f"epoch | lr {args.lr:g} -> {r['lr']:g} | {', '.join(options)}"
         )
 
@@ -136,16 +142,25 @@ class Progress(Report):
 
         Args:
             step: int, counted from 0.
-            totals: float (4,) on the device: sum of losses, correct answers, correct answers among the first five,
-                images; over all ranks and since the start of the epoch.
+            totals: float (4,) on the device: sum of losses, correct answers, correct answers among
+                the first five, images; over all ranks and since the start of the epoch.
             lr: float, of this step.
         """
         before, self.totals = self.totals, totals.tolist()  # note: this waits for the device
-        loss, top1, top5, images = (now - then for now, then in zip(self.totals, before, strict=True))
-        loss, top1, top5 = loss / max(1, images), 100 * top1 / max(1, images), 100 * top5 / max(1, images)
+        loss, top1, top5, images = (
+            now - then for now, then in zip(self.totals, before, strict=True)
+        )
+        loss, top1, top5 = (
+            loss / max(1, images),
+            100 * top1 / max(1, images),
+            100 * top5 / max(1, images),
+        )
         now = time.perf_counter()
         seconds, speed = now - self.line_start[0], self._speed(self.line_start)
-        waited, communicated = self.waiting.read(), self.communication.spans.read() if self.communication else 0.0
+        waited, communicated = (
+            self.waiting.read(),
+            self.communication.spans.read() if self.communication else 0.0,
+        )
         waiting, exchanging = waited / seconds, communicated / seconds
         shares = f"data {waiting:.1%}, compute {max(0, 1 - waiting - exchanging):.1%}"
         if self.communication or self.record["world_size"] == 1:
@@ -154,12 +169,18 @@ class Progress(Report):
         seconds_per_step = (now - self.epoch_start[0]) / (step + 1 - self.first_step)
         left = (self.args.epochs * self.steps - steps_done) * seconds_per_step
         self.print(
-            f"   == step: [{step + 1:4}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | loss: {loss:.3f} | "
-            f"top-1: {top1:6.3f}% | {speed:.0f} img/s | lr {lr:.4g} | {shares} | {duration(left)} left"
+            f"   == step: [{step + 1:4}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | "
+            f"loss: {loss:.3f} | "
+            f"top-1: {top1:6.3f}% | {speed:.0f} img/s | lr {lr:.4g} | {shares} | {duration(left)} "
+            "left"
         )
         self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} img/s")
         scalars = {"train/loss": loss, "train/top1": top1, "train/top5": top5, "train/lr": lr}
-        scalars |= {"speed/images_per_second": speed, "speed/data": waiting, "speed/communication": exchanging}
+        scalars |= {
+            "speed/images_per_second": speed,
+            "speed/data": waiting,
+            "speed/communication": exchanging,
+        }
         self._write_scalars(steps_done, scalars)
         self.waited += waited
         self.communicated += communicated
@@ -189,10 +210,13 @@ class Progress(Report):
         if accuracy:
             top1, top5, images = accuracy
             self.print(
-                f"   == test: [{self.epoch + 1}/{self.args.epochs}] | top-1: {top1:6.3f}% | top-5: {top5:6.3f}% | "
+                f"   == test: [{self.epoch + 1}/{self.args.epochs}] | top-1: {top1:6.3f}% | top-5: "
+                f"{top5:6.3f}% | "
                 f"{images} images{speed}"
             )
-            self._write_scalars((self.epoch + 1) * self.steps, {"test/top1": top1, "test/top5": top5})
+            self._write_scalars(
+                (self.epoch + 1) * self.steps, {"test/top1": top1, "test/top5": top5}
+            )
             measured |= {"test_acc": round(top1, 3), "test_top5": round(top5, 3)}
         self.write(measured)
 
@@ -220,8 +244,9 @@ class Progress(Report):
 class CommunicationClock:
     """How long a step waits for gradients after its own backward pass: communication that no computation hides.
 
-    DistributedDataParallel sends gradients in buckets while the backward pass computes others. When the last bucket is
-    full, this rank has nothing more to compute. The rest is the time of the network, and of slower ranks.
+    DistributedDataParallel sends gradients in buckets while the backward pass computes others. When
+    the last bucket is full, this rank has nothing more to compute. The rest is the time of the
+    network, and of slower ranks.
     """
 
     def __init__(self, ddp, device):
@@ -262,7 +287,9 @@ class Spans:
     def read(self):
         """Return the seconds of all spans since the last reading. The device must have finished its work."""
         spans, self.spans = self.spans, []
-        return sum(begin.elapsed_time(end) / 1000 if self.cuda else end - begin for begin, end in spans)
+        return sum(
+            begin.elapsed_time(end) / 1000 if self.cuda else end - begin for begin, end in spans
+        )
 
     def _now(self):
         if not self.cuda:
@@ -279,4 +306,8 @@ def duration(seconds):
         return f"{seconds:.0f} s"
     if minutes < 120:
         return f"{minutes} min"
-    return f"{hours // 24} d {hours % 24} h" if hours >= 48 else f"{minutes // 60} h {minutes % 60} min"
+    return (
+        f"{hours // 24} d {hours % 24} h"
+        if hours >= 48
+        else f"{minutes // 60} h {minutes % 60} min"
+    )

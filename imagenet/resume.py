@@ -9,7 +9,16 @@ from common.errors import UserError
 from imagenet.data import unused_test_folder
 
 MUST_STAY = ("arch", "batch_size", "image_size", "seed", "ema", "freeze")
-MAY_CHANGE = ("epochs", "accumulate", "lr", "schedule", "step_epochs", "warmup_epochs", "warmup_factor", "momentum")
+MAY_CHANGE = (
+    "epochs",
+    "accumulate",
+    "lr",
+    "schedule",
+    "step_epochs",
+    "warmup_epochs",
+    "warmup_factor",
+    "momentum",
+)
 MAY_CHANGE += ("weight_decay", "label_smoothing", "clip_grad", "amp", "sync_bn")
 
 
@@ -24,18 +33,24 @@ def check_resume(args, d, checkpoints, images, state, path):
         path: where it was.
 
     Returns:
-        (accumulate, micro_batch): the number of micro-batches per step, and the images in each on one rank.
+        (accumulate, micro_batch): the number of micro-batches per step, and the images in each on
+        one rank.
 
     Raises:
-        UserError: there are checkpoints but no --resume; or the checkpoint is of another model or other data.
+        UserError: there are checkpoints but no --resume; or the checkpoint is of another model or
+            other data.
     """
     micro_batch = math.ceil(args.batch_size / (d.world_size * args.accumulate))
     if state is None:
         if args.evaluate and not args.weights:
-            raise UserError(f"--evaluate --resume: no checkpoint in {args.checkpoints_path}; name the right folder")
+            raise UserError(
+                f"--evaluate --resume: no checkpoint in {args.checkpoints_path}; name the right "
+                "folder"
+            )
         if not args.evaluate and not args.resume and checkpoints.exist():
             raise UserError(
-                f"--checkpoints-path {args.checkpoints_path} holds checkpoints already: add --resume to continue from "
+                f"--checkpoints-path {args.checkpoints_path} holds checkpoints already: add "
+                "--resume to continue from "
                 f"the newest, or name another folder"
             )
         if args.resume and d.is_main:
@@ -46,14 +61,17 @@ def check_resume(args, d, checkpoints, images, state, path):
     before = now | state["flags"]  # an old checkpoint may lack a flag
     for name in MUST_STAY:
         if before[name] != now[name]:
-            given, was = (f"--{name.replace('_', '-')} {flags[name] or repr('')}" for flags in (now, before))
+            given, was = (
+                f"--{name.replace('_', '-')} {flags[name] or repr('')}" for flags in (now, before)
+            )
             raise UserError(
                 f"{given}, but {path} is of a run with {was}: expected the same; "
                 f"use {was}, or name another --checkpoints-path"
             )
     if state["images"] != images:
         raise UserError(
-            f"{images} training images, but {path} is of a run with {state['images']}: expected the same; "
+            f"{images} training images, but {path} is of a run with {state['images']}: expected "
+            "the same; "
             f"name its folder of images, or another --checkpoints-path"
         )
     changed = [name for name in MAY_CHANGE if before[name] != now[name]]
@@ -76,22 +94,30 @@ def check_batches(args, d, model, batches):
     least = 2 if batch_norm and not synchronized else 1
     if fewest < least:
         raise UserError(
-            f"--batch-size {args.batch_size} leaves {fewest} to {most} images for each of {d.world_size} processes in "
+            f"--batch-size {args.batch_size} leaves {fewest} to {most} images for each of "
+            f"{d.world_size} processes in "
             f"{batches.accumulate} micro-batches: expected {least} or more; at least --batch-size "
             f"{least * d.world_size * batches.accumulate}, or fewer processes or micro-batches"
         )
     if args.warmup_epochs >= args.epochs and not args.evaluate and d.is_main:
         print(
-            f"--warmup-epochs {args.warmup_epochs:g} of --epochs {args.epochs}: the learning rate never reaches its "
+            f"--warmup-epochs {args.warmup_epochs:g} of --epochs {args.epochs}: the learning rate "
+            "never reaches its "
             f"peak; expected a shorter warm-up, as --warmup-epochs {args.epochs / 20:g}"
         )
     looks = d.is_main and args.train_path and not args.evaluate
     if looks and (test := unused_test_folder(args.train_path, args.val_path)):
         best = f"{args.checkpoints_path}/best.pt"
-        print(f"{test} is not used; to evaluate on it later: --evaluate --weights {best} --val-path {test}")
+        print(
+            f"{test} is not used; to evaluate on it later: --evaluate --weights {best} --val-path "
+            f"{test}"
+        )
     if args.sync_bn and d.world_size == 1 and d.is_main:
-        print("--sync-bn with one process: ordinary batch norm, because there are no other processes")
-    emulated = d.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        print(
+            "--sync-bn with one process: ordinary batch norm, because there are no other processes"
+        )
+    is_gpu = d.device.type == "cuda"
+    emulated = is_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
     if args.amp == "bf16" and emulated and d.is_main:
         print("--amp bf16: this GPU emulates bf16, which is slow; --amp fp16 is faster here")
 
@@ -107,5 +133,6 @@ def load_into(model, weights, path):
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{path} does not fit this model ({reason}): expected weights of this --arch; for other classes, --new-head"
+            f"{path} does not fit this model ({reason}): expected weights of this --arch; for "
+            "other classes, --new-head"
         ) from None

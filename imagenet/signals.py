@@ -1,11 +1,13 @@
 """Signals that ask a run to save and exit.
 
-SIGTERM: torchrun sends it when a machine joins or fails, Slurm when it needs the machine for another job.
-SIGUSR1: Slurm sends it before the time limit, if the job asked for it (sbatch --signal).
+SIGTERM: torchrun sends it when a machine joins or fails, Slurm when it needs the machine for
+another job. SIGUSR1: Slurm sends it before the time limit, if the job asked for it (sbatch
+--signal).
 
-install() sets the handlers. Before training starts there is nothing to save, so a signal ends the process at once.
-Afterwards it is only noted in `stop.signal`, which the training loop checks in every step. This file does not import
-torch: 06 calls install() first, because importing torch takes seconds in which a signal may already arrive.
+install() sets the handlers. Before training starts there is nothing to save, so a signal ends the
+process at once. Afterwards it is only noted in `stop.signal`, which the training loop checks in
+every step. This file does not import torch: 06 calls install() first, because importing torch takes
+seconds in which a signal may already arrive.
 """
 
 import ctypes
@@ -13,7 +15,8 @@ import os
 import signal
 import sys
 
-SIGNALS = [name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # Windows has no SIGUSR1
+# Windows has no SIGUSR1
+SIGNALS = [name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 EXIT_REQUEUE = 75  # the exit code of a run that saved and can continue: EX_TEMPFAIL in sysexits.h
 
 
@@ -49,8 +52,8 @@ def _note(number, frame):
 def exit_with_torchrun():
     """Kill this process when the torchrun that started it dies. Linux only.
 
-    A torchrun that is killed (SIGKILL) cannot stop its workers. They would continue to train and to write checkpoints
-    beside the workers that replace them.
+    A torchrun that is killed (SIGKILL) cannot stop its workers. They would continue to train and to
+    write checkpoints beside the workers that replace them.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         exit_with_parent()

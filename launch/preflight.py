@@ -5,9 +5,10 @@
     mpirun -n 2 python launch/preflight.py
     python launch/preflight.py --json                # one JSON object, for programs
 
-Rank 0 prints one line per rank, one verdict per check with the line to change, and the time of an all_reduce. The exit
-code is 0 if no check failed, 1 if one did, 2 if the launch itself was refused. A rank that does not answer is named
-after 10 s, or after 60 s with GPUs, whose first use takes long. Of the environment, only VARIABLES are printed.
+Rank 0 prints one line per rank, one verdict per check with the line to change, and the time of an
+all_reduce. The exit code is 0 if no check failed, 1 if one did, 2 if the launch itself was refused.
+A rank that does not answer is named after 10 s, or after 60 s with GPUs, whose first use takes
+long. Of the environment, only VARIABLES are printed.
 """
 
 import argparse
@@ -34,18 +35,28 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.distributed import LaunchError, find_launcher, open_store, setup_device
+from common.distributed import (
+    LaunchError,
+    check_processes,
+    find_address,
+    find_launcher,
+    open_store,
+    original_environment,
+    setup_device,
+)
 from common.errors import lost_peer, one_line_errors
 
 ARRIVAL = 20  # seconds to connect to rank 0
-SILENCE = 60 if torch.cuda.is_available() else 10  # seconds without an answer, until a rank counts as missing
+# seconds without an answer, until a rank counts as missing
+SILENCE = 60 if torch.cuda.is_available() else 10
 PULSE = 0.5  # seconds between two signs of life
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes of an all_reduce
-LARGE = 2**29  # bytes; on GPUs as well, because NVLink reaches its bandwidth only with large messages
+LARGE = 2**29  # bytes, on GPUs: NVLink reaches its bandwidth only with large messages
 RESNET50 = 25_557_032 * 4  # bytes of its float32 gradients; number of weights: torchvision
 CLOCKS = 5  # seconds that clocks may differ; torchrun's rendezvous drops a machine after 15
 SHARED_MEMORY = 2**30  # bytes; a few loader workers with batches of photographs need as much
-NVIDIA = Path("/proc/driver/nvidia/gpus")  # the driver lists its GPUs here, even if torch cannot use them
+# the driver lists its GPUs here, even if torch cannot use them
+NVIDIA = Path("/proc/driver/nvidia/gpus")
 VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_DEBUG",
@@ -98,9 +109,13 @@ def unusable_gpus():
     try:
         torch.cuda.init()
         reason = "it finds none"
-    except (RuntimeError, AssertionError) as error:  # a driver too old for this build of torch, a build for CPUs, ...
+    # a driver too old for this build of torch, a build for CPUs, ...
+    except (RuntimeError, AssertionError) as error:
         reason = str(error).split(". ")[0].strip()
-    return f"torch cannot use the GPUs here: {reason}; see nvidia-smi, or export CUDA_VISIBLE_DEVICES= to use CPUs"
+    return (
+        f"torch cannot use the GPUs here: {reason}; see nvidia-smi, or export "
+        "CUDA_VISIBLE_DEVICES= to use CPUs"
+    )
 
 
 def interfaces():
@@ -110,17 +125,19 @@ def interfaces():
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 request = struct.pack("256s", name.encode()[:15])
-                addresses[name] = socket.inet_ntoa(fcntl.ioctl(any_socket, 0x8915, request)[20:24])  # SIOCGIFADDR
+                # SIOCGIFADDR
+                addresses[name] = socket.inet_ntoa(fcntl.ioctl(any_socket, 0x8915, request)[20:24])
     return addresses
 
 
 def own_address(backend):
     """Return the (interface, address) at which this backend lets other ranks connect to this process.
 
-    gloo: GLOO_SOCKET_IFNAME, else the address to which this machine's name resolves, else loopback (torch's
-    ProcessGroupGloo::createDefaultDevice). NCCL: NCCL_SOCKET_IFNAME, which lists prefixes of names, with = whole names,
-    with ^ the names to leave out. Else its own order of prefixes: ib; anything but docker, lo and virbr; docker; lo;
-    virbr (NCCL's ncclFindInterfaces). The address is None if there is no such interface.
+    gloo: GLOO_SOCKET_IFNAME, else the address to which this machine's name resolves, else loopback
+    (torch's ProcessGroupGloo::createDefaultDevice). NCCL: NCCL_SOCKET_IFNAME, which lists prefixes
+    of names, with = whole names, with ^ the names to leave out. Else its own order of prefixes: ib;
+    anything but docker, lo and virbr; docker; lo; virbr (NCCL's ncclFindInterfaces). The address is
+    None if there is no such interface.
     """
     wanted = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME")
     addresses = interfaces()
@@ -135,16 +152,24 @@ def own_address(backend):
     if wanted:
         return wanted, addresses.get(wanted.split(",")[0])
     with contextlib.suppress(OSError):
-        for family, _, _, _, (address, *_) in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+        for family, _, _, _, (address, *_) in socket.getaddrinfo(
+            socket.gethostname(), None, type=socket.SOCK_STREAM
+        ):
             with contextlib.suppress(OSError), socket.socket(family) as probe:
                 probe.bind((address, 0))
-                return next((name for name, other in addresses.items() if other == address), "lo"), address
+                return next(
+                    (name for name, other in addresses.items() if other == address), "lo"
+                ), address
     return "lo", "127.0.0.1"
 
 
 def cores():
     """Return the numbers of the cores on which this process may run."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count()))
+    )
 
 
 def code_hash():
@@ -162,14 +187,23 @@ def code_hash():
 def check_ranks(all_facts, world_size):
     present = group(all_facts, "rank")
     if missing := [rank for rank in range(world_size) if rank not in present]:
-        hosts = "; ".join(f"{host} has {span(ranks)}" for host, ranks in group(all_facts, "host").items())
+        hosts = "; ".join(
+            f"{host} has {span(ranks)}" for host, ranks in group(all_facts, "host").items()
+        )
         found = f"{span(missing)} of {world_size} did not answer within {SILENCE} s ({hosts})"
         change = "on the machine that is not listed, check the command, MASTER_ADDR and MASTER_PORT"
         return Check("ranks", "FAIL", found, change)
     for rank, claims in present.items():
         if len(claims) > 1:
-            who = " and ".join(f"process {fact['pid']} on {fact['host']}" for fact in all_facts if fact["rank"] == rank)
-            change = "give each machine its own node rank; around torchrun, srun and mpirun start one task per machine"
+            who = " and ".join(
+                f"process {fact['pid']} on {fact['host']}"
+                for fact in all_facts
+                if fact["rank"] == rank
+            )
+            change = (
+                "give each machine its own node rank; around torchrun, srun and mpirun start one "
+                "task per machine"
+            )
             return Check("ranks", "FAIL", f"rank {rank} is claimed twice: {who}", change)
     return Check("ranks", "ok", f"{len(present)} of {world_size} answered")
 
@@ -178,18 +212,29 @@ def check_launch(all_facts):
     for key in ("world_size", "launcher"):
         if len(values := group(all_facts, key)) > 1:
             found = "; ".join(f"{key} {value} on {span(ranks)}" for value, ranks in values.items())
-            return Check("launch", "FAIL", found, "the same command and the same number of machines everywhere")
+            return Check(
+                "launch",
+                "FAIL",
+                found,
+                "the same command and the same number of machines everywhere",
+            )
     first = all_facts[0]
-    return Check("launch", "ok", f"started by {first['launcher']}, world size {first['world_size']}")
+    return Check(
+        "launch", "ok", f"started by {first['launcher']}, world size {first['world_size']}"
+    )
 
 
 def check_devices(all_facts):
     for fact in all_facts:
         if fact["problem"]:
-            return Check("devices", "FAIL", f"rank {fact['rank']} on {fact['host']}: {fact['problem']}")
+            return Check(
+                "devices", "FAIL", f"rank {fact['rank']} on {fact['host']}: {fact['problem']}"
+            )
     for device, ranks in group(all_facts, "device_id").items():
         if device and len(ranks) > 1:
-            hosts = ", ".join(sorted({fact["host"] for fact in all_facts if fact["device_id"] == device}))
+            hosts = ", ".join(
+                sorted({fact["host"] for fact in all_facts if fact["device_id"] == device})
+            )
             found = f"{span(ranks)} on {hosts} share one GPU ({device})"
             return Check("devices", "FAIL", found, "one process per GPU: torch.cuda.set_device(local_rank); "
                          "with srun, --gpus-per-node=N instead of --gpus-per-task=1")  # fmt: skip
@@ -201,26 +246,44 @@ def check_devices(all_facts):
         gpus = max(fact["gpus"] for fact in all_facts if fact["host"] == host)
         if gpus > len(ranks) and gpus > 1:
             found = f"{host} has {gpus} GPUs and {len(ranks)} rank(s)"
-            return Check("devices", "warn", found, f"--nproc-per-node={gpus}, or --ntasks-per-node={gpus}")
-    return Check("devices", "ok", f"a {'GPU' if all_facts[0]['backend'] == 'nccl' else 'CPU'} for each rank")
+            return Check(
+                "devices", "warn", found, f"--nproc-per-node={gpus}, or --ntasks-per-node={gpus}"
+            )
+    return Check(
+        "devices", "ok", f"a {'GPU' if all_facts[0]['backend'] == 'nccl' else 'CPU'} for each rank"
+    )
 
 
 def check_addresses(all_facts, attempts):
     """A loopback address is wrong if other machines fail to connect to it. On one machine it is fine."""
     unreached = {(attempt.backend, attempt.target) for attempt in attempts if attempt.error}
     for fact in all_facts:
-        usable = {name: address for name, address in fact["interfaces"].items() if not address.startswith("127.")}
+        usable = {
+            name: address
+            for name, address in fact["interfaces"].items()
+            if not address.startswith("127.")
+        }
         listed = ", ".join(f"{name} ({address})" for name, address in fact["interfaces"].items())
         for backend, (interface, address) in fact["addresses"].items():
-            change = f"export {backend.upper()}_SOCKET_IFNAME={next(iter(usable), '...')}  # on {fact['host']}"
+            change = (
+                f"export {backend.upper()}_SOCKET_IFNAME={next(iter(usable), '...')}  # on "
+                f"{fact['host']}"
+            )
             who = f"rank {fact['rank']} on {fact['host']}"
             if address is None:
                 found = f"{who} has no interface {interface} with an address; it has {listed}"
                 return Check("addresses", "FAIL", found, change)
             if (backend, fact["host"]) in unreached and address.startswith(("127.", "::1")):
-                found = f"{who} listens at {address} ({interface}), which no other machine reaches; it has {listed}"
+                found = (
+                    f"{who} listens at {address} ({interface}), which no other machine reaches; it "
+                    f"has {listed}"
+                )
                 return Check("addresses", "FAIL", found, change)
-    pairs = (f"{fact['host']} {address}" for fact in all_facts for _, address in fact["addresses"].values())
+    pairs = (
+        f"{fact['host']} {address}"
+        for fact in all_facts
+        for _, address in fact["addresses"].values()
+    )
     return Check("addresses", "ok", ", ".join(dict.fromkeys(pairs)))
 
 
@@ -231,23 +294,41 @@ def check_network(all_facts, attempts):
         fact = next(fact for fact in all_facts if fact["host"] == target)
         interface = fact["addresses"][backend][0]
         others = [name for name in fact["interfaces"] if name not in ("lo", interface)]
-        more = f" (and {len(failed) - 1} more of {len(attempts)} connections)" if len(failed) > 1 else ""
+        more = (
+            f" (and {len(failed) - 1} more of {len(attempts)} connections)"
+            if len(failed) > 1
+            else ""
+        )
         found = f"{source} cannot reach {target} at {address} ({interface}): {error}{more}"
         variable = f"{backend.upper()}_SOCKET_IFNAME={others[0] if others else '...'}"
-        change = f"export {variable}  # on {target}, or open the firewall between them for all ports"
+        change = (
+            f"export {variable}  # on {target}, or open the firewall between them for all ports"
+        )
         return Check("network", "FAIL", found, change)
     hosts = group(all_facts, "host")
-    if len({(attempt.source, attempt.target) for attempt in attempts}) < len(hosts) * (len(hosts) - 1):
-        return Check("network", "warn", "not checked between all machines, because another check failed")
-    return Check("network", "ok", f"each of {len(hosts)} machines reaches every other" if attempts else "one machine")
+    if len({(attempt.source, attempt.target) for attempt in attempts}) < len(hosts) * (
+        len(hosts) - 1
+    ):
+        return Check(
+            "network", "warn", "not checked between all machines, because another check failed"
+        )
+    return Check(
+        "network",
+        "ok",
+        f"each of {len(hosts)} machines reaches every other" if attempts else "one machine",
+    )
 
 
 def check_port(all_facts):
     port = int(all_facts[0]["variables"].get("MASTER_PORT", 0))
     with contextlib.suppress(OSError):
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-        if first <= port <= last and all_facts[0]["launcher"] != "torchrun":  # torchrun picks a free one of these
-            found = f"Linux may give MASTER_PORT={port} to another connection, as any port from {first} to {last}"
+        # torchrun picks a free one of these
+        if first <= port <= last and all_facts[0]["launcher"] != "torchrun":
+            found = (
+                f"Linux may give MASTER_PORT={port} to another connection, as any port from "
+                f"{first} to {last}"
+            )
             return Check("port", "warn", found, "export MASTER_PORT=29500 on all machines")
     return Check("port", "ok", f"MASTER_PORT={port}" if port else "chosen by the launcher")
 
@@ -256,10 +337,16 @@ def check_versions(all_facts):
     for key in ("torch", "cuda", "nccl", "python"):
         if len(values := group(all_facts, key)) > 1:
             found = "; ".join(f"{key} {value} on {span(ranks)}" for value, ranks in values.items())
-            machines = ", ".join(sorted({fact["host"] for fact in all_facts if fact[key] != all_facts[0][key]}))
+            machines = ", ".join(
+                sorted({fact["host"] for fact in all_facts if fact[key] != all_facts[0][key]})
+            )
             wanted = f"torch=={all_facts[0]['torch'].partition('+')[0]}"
-            what = f"Python {all_facts[0]['python']}" if key == "python" else f"pip install {wanted}"
-            return Check("versions", "FAIL", found, f"the same on all machines: {what} on {machines}")
+            what = (
+                f"Python {all_facts[0]['python']}" if key == "python" else f"pip install {wanted}"
+            )
+            return Check(
+                "versions", "FAIL", found, f"the same on all machines: {what} on {machines}"
+            )
     first = all_facts[0]
     return Check("versions", "ok", f"torch {first['torch']}, Python {first['python']} everywhere")
 
@@ -267,7 +354,12 @@ def check_versions(all_facts):
 def check_code(all_facts):
     if len(values := group(all_facts, "code")) > 1:
         found = "; ".join(f"{value} on {span(ranks)}" for value, ranks in values.items())
-        return Check("code", "FAIL", f"the scripts differ: {found}", "git status; git rev-parse HEAD on each machine")
+        return Check(
+            "code",
+            "FAIL",
+            f"the scripts differ: {found}",
+            "git status; git rev-parse HEAD on each machine",
+        )
     return Check("code", "ok", f"the same everywhere ({all_facts[0]['code']})")
 
 
@@ -276,7 +368,10 @@ def check_clocks(all_facts, clocks):
     rank, ahead = max(clocks.items(), key=lambda item: abs(item[1]))
     if abs(ahead) > CLOCKS:
         host = next(fact["host"] for fact in all_facts if fact["rank"] == rank)
-        found = f"rank {rank} on {host} is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} rank 0"
+        found = (
+            f"rank {rank} on {host} is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} "
+            "rank 0"
+        )
         return Check("clocks", "FAIL", found, f"timedatectl set-ntp true  # on {host}")
     return Check("clocks", "ok", f"within {max(0.1, abs(ahead)):.1f} s")
 
@@ -285,21 +380,35 @@ def check_shared_memory(all_facts):
     for fact in all_facts:
         if fact["shared_memory"] is not None and fact["shared_memory"] < SHARED_MEMORY:
             free = fact["shared_memory"] // 2**20
-            found = f"{fact['host']} has {free} MiB free in /dev/shm, where loader workers put their batches"
-            change = "docker run --shm-size=8g; in Kubernetes an emptyDir of medium Memory at /dev/shm; or --workers 0"
+            found = (
+                f"{fact['host']} has {free} MiB free in /dev/shm, where loader workers put their "
+                "batches"
+            )
+            change = (
+                "docker run --shm-size=8g; in Kubernetes an emptyDir of medium Memory at /dev/shm; "
+                "or --workers 0"
+            )
             return Check("shared memory", "warn", found, change)
     least = min((fact["shared_memory"] or 0) for fact in all_facts)
-    return Check("shared memory", "ok", f"{least / 2**30:.1f} GiB or more" if least else "not used on this system")
+    return Check(
+        "shared memory",
+        "ok",
+        f"{least / 2**30:.1f} GiB or more" if least else "not used on this system",
+    )
 
 
 def check_threads(all_facts):
     for host, ranks in group(all_facts, "host").items():
         local = [fact for fact in all_facts if fact["host"] == host]
-        usable = len(set().union(*(fact["cores"] for fact in local)))  # each rank may be bound to its own cores
+        # each rank may be bound to its own cores
+        usable = len(set().union(*(fact["cores"] for fact in local)))
         threads, share = local[0]["threads"], max(1, usable // len(ranks))
-        is_too_few = threads < share and local[0]["backend"] == "gloo"  # beside a GPU, a CPU has little to do
+        # beside a GPU, a CPU has little to do
+        is_too_few = threads < share and local[0]["backend"] == "gloo"
         if threads > share or is_too_few:
-            found = f"{host}: {len(ranks)} rank(s) with {threads} thread(s) each on {usable} core(s)"
+            found = (
+                f"{host}: {len(ranks)} rank(s) with {threads} thread(s) each on {usable} core(s)"
+            )
             return Check("threads", "warn", found, f"export OMP_NUM_THREADS={share}")
     return Check("threads", "ok", f"{all_facts[0]['threads']} per rank")
 
@@ -308,16 +417,22 @@ def check_all_reduce(outcome, all_facts):
     hosts = {fact["rank"]: fact["host"] for fact in all_facts}
 
     def where(ranks):
-        return "; ".join(f"rank {rank} on {hosts[rank]}, last at {outcome.stages[rank]}" for rank in ranks)
+        return "; ".join(
+            f"rank {rank} on {hosts[rank]}, last at {outcome.stages[rank]}" for rank in ranks
+        )
 
     if outcome.times:
         if len(hosts) == 1:
             return Check("all_reduce", "ok", "one rank, nothing to send")
         size, seconds = outcome.times[-1]
         milliseconds = 1000 * seconds * RESNET50 / size
-        return Check("all_reduce", "ok", f"the gradients of ResNet-50 (102 MB) take {milliseconds:.1f} ms")
+        return Check(
+            "all_reduce", "ok", f"the gradients of ResNet-50 (102 MB) take {milliseconds:.1f} ms"
+        )
     if outcome.silent:
-        change = "read its own message, or dmesg there; py-spy dump --pid PID if the process still runs"
+        change = (
+            "read its own message, or dmesg there; py-spy dump --pid PID if the process still runs"
+        )
         return Check("all_reduce", "FAIL", f"no sign of life: {where(outcome.silent)}", change)
     if outcome.error:
         found = lost_peer(outcome.error) or " ".join(str(outcome.error).split())[:300]
@@ -325,7 +440,9 @@ def check_all_reduce(outcome, all_facts):
         return Check("all_reduce", "FAIL", found, change)
     late = [rank for rank, stage in outcome.stages.items() if stage != "done"]
     found = f"no progress for {SILENCE} s: {where(late)}"
-    return Check("all_reduce", "FAIL", found, "NCCL_DEBUG=INFO; on one machine try NCCL_P2P_DISABLE=1")
+    return Check(
+        "all_reduce", "FAIL", found, "NCCL_DEBUG=INFO; on one machine try NCCL_P2P_DISABLE=1"
+    )
 
 
 def group(all_facts, key):
@@ -348,7 +465,8 @@ def span(ranks):
     return f"ranks {text}" if len(set(ranks)) > 1 else f"rank {text}"
 
 
-# Messages between ranks go through the store, which works even if the network between two ranks does not
+# Messages between ranks go through the store, which works even if the network between two ranks
+# does not
 
 
 class Pulse(threading.Thread):
@@ -375,7 +493,9 @@ class Listener:
 
     def __init__(self, host, address):
         self.name = f"{host} {os.getpid()}"
-        self.socket = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self.socket = socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+        )
         self.port = self.socket.getsockname()[1]
         threading.Thread(target=self.answer, daemon=True).start()
 
@@ -402,10 +522,20 @@ def connect_to_all(listeners, source):
     attempts = []
 
     def attempt(target, backend, address, port, name):
-        attempts.append(Attempt(source, target, backend, address, connection_error(address, port, name)))
+        attempts.append(
+            Attempt(source, target, backend, address, connection_error(address, port, name))
+        )
 
-    targets = [(host, *pair) for host, backends in listeners.items() if host != source for pair in backends.items()]
-    threads = [threading.Thread(target=attempt, args=(host, backend, *where)) for host, backend, where in targets]
+    targets = [
+        (host, *pair)
+        for host, backends in listeners.items()
+        if host != source
+        for pair in backends.items()
+    ]
+    threads = [
+        threading.Thread(target=attempt, args=(host, backend, *where))
+        for host, backend, where in targets
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -443,7 +573,8 @@ def wait_for(store, key):
         if pulse != (pulse := store.get("pulse 0") if store.check(["pulse 0"]) else None):
             last = time.monotonic()
         if time.monotonic() - last > SILENCE:
-            raise LaunchError(f"rank 0 has shown no sign of life for {SILENCE} s: check on its machine whether it runs")
+            found = f"rank 0 has shown no sign of life for {SILENCE} s"
+            raise LaunchError(found, "one", "see on its machine whether it runs")
         time.sleep(0.05)
     return json.loads(store.get(key))
 
@@ -454,7 +585,11 @@ def wait_for(store, key):
 def measure(pulse, store, rank, world_size, device):
     """Join the process group and time all_reduce. Return [(bytes, seconds)], on every rank the same."""
     pulse.at("connecting")
-    options = {"rank": rank, "world_size": world_size, "timeout": datetime.timedelta(seconds=3 * SILENCE)}
+    options = {
+        "rank": rank,
+        "world_size": world_size,
+        "timeout": datetime.timedelta(seconds=3 * SILENCE),
+    }
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own current device
         options["device_id"] = device
@@ -469,7 +604,8 @@ def measure(pulse, store, rank, world_size, device):
         seconds = time_all_reduce(tensor, 1)
         if not (tensor == world_size * (world_size + 1) / 2).all():
             raise RuntimeError(f"all_reduce of {text_of(size)} gave {tensor.unique().tolist()[:4]}")
-        repeats = torch.tensor([min(20, max(1, int(0.5 / seconds)))], device=device)  # half a second in all
+        # half a second in all
+        repeats = torch.tensor([min(20, max(1, int(0.5 / seconds)))], device=device)
         dist.broadcast(repeats, src=0)  # or the ranks would differ
         times.append((size, time_all_reduce(tensor, int(repeats))))
     pulse.at("done")
@@ -515,7 +651,10 @@ def watch(store, world_size, work):
         nonlocal progress
         time.sleep(PULSE)
         for rank in range(world_size):
-            before, pulses[rank] = pulses.get(rank), store.get(f"pulse {rank}").decode().split(" ", 1)
+            before, pulses[rank] = (
+                pulses.get(rank),
+                store.get(f"pulse {rank}").decode().split(" ", 1),
+            )
             if before != pulses[rank]:
                 heard[rank] = time.monotonic()
             if before is None or before[1] != pulses[rank][1]:
@@ -524,7 +663,8 @@ def watch(store, world_size, work):
     while thread.is_alive() and time.monotonic() - progress < SILENCE:
         look()
     end = time.monotonic()
-    while not times and time.monotonic() - end < 8 * PULSE:  # listen a while longer, to learn which ranks are silent
+    # listen a while longer, to learn which ranks are silent
+    while not times and time.monotonic() - end < 8 * PULSE:
         look()
     stages = {rank: stage for rank, (_, stage) in pulses.items()}
     silent = [] if times else [rank for rank, when in heard.items() if when < end]
@@ -538,7 +678,8 @@ def text_of(size):
 def bandwidth(size, seconds, world_size):
     """Return the bus bandwidth in bytes per second: that of the slowest link, comparable for any number of ranks.
 
-    In an all_reduce of n ranks, each sends 2 (n - 1) / n bytes per byte (nccl-tests, PERFORMANCE.md).
+    In an all_reduce of n ranks, each sends 2 (n - 1) / n bytes per byte (nccl-tests,
+    PERFORMANCE.md).
     """
     return size / seconds * 2 * (world_size - 1) / world_size
 
@@ -548,11 +689,15 @@ def bandwidth(size, seconds, world_size):
 
 def show(all_facts, clocks, checks, times):
     """Return the report as text."""
-    rows = [("rank", "host", "pid", "device", "listens at", "torch", "NCCL", "code", "clock", "threads")]
+    rows = [
+        ("rank", "host", "pid", "device", "listens at", "torch", "NCCL", "code", "clock", "threads")
+    ]
     for fact in sorted(all_facts, key=lambda fact: fact["rank"]):
         clock = f"{clocks[fact['rank']]:+.1f} s" if fact["rank"] in clocks else ""
         device = fact["device"] + (f" ({fact['device_name']})" if fact["device"] != "cpu" else "")
-        addresses = (f"{address or 'nothing'} ({name})" for name, address in fact["addresses"].values())
+        addresses = (
+            f"{address or 'nothing'} ({name})" for name, address in fact["addresses"].values()
+        )
         listens = ", ".join(dict.fromkeys(addresses))
         rows.append((fact["rank"], fact["host"], fact["pid"], device, listens,
                      fact["torch"], fact["nccl"] or "", fact["code"], clock, fact["threads"]))  # fmt: skip
@@ -563,9 +708,14 @@ def show(all_facts, clocks, checks, times):
             lines.append(f"{'':6}change this:   {check.change}")
     if times:
         n = len(all_facts)
-        speeds = [(text_of(b), f"{1000 * s:.2f} ms", f"{bandwidth(b, s, n) / 1e9:.2f} GB/s") for b, s in times]
+        speeds = [
+            (text_of(b), f"{1000 * s:.2f} ms", f"{bandwidth(b, s, n) / 1e9:.2f} GB/s")
+            for b, s in times
+        ]
         lines += ["", *columns([("all_reduce", "time", "bus bandwidth"), *speeds])]
-    failed, warned = (sum(check.verdict == verdict for check in checks) for verdict in ("FAIL", "warn"))
+    failed, warned = (
+        sum(check.verdict == verdict for check in checks) for verdict in ("FAIL", "warn")
+    )
     lines += ["", f"preflight: {failed} of {len(checks)} checks failed, {warned} with a warning"]
     return "\n".join(lines)
 
@@ -573,7 +723,10 @@ def show(all_facts, clocks, checks, times):
 def columns(rows):
     """Return rows of cells as lines; each column is as wide as its widest cell."""
     widths = [max(len(str(row[k])) for row in rows) for k in range(len(rows[0]))]
-    return ["  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def as_json(all_facts, clocks, checks, times):
@@ -581,16 +734,24 @@ def as_json(all_facts, clocks, checks, times):
     speeds = [{"bytes": size, "seconds": seconds, "bus_bandwidth": bandwidth(size, seconds, len(all_facts))}
               for size, seconds in times or []]  # fmt: skip
     return json.dumps(
-        {"ranks": all_facts, "clocks": clocks, "checks": [check._asdict() for check in checks], "all_reduce": speeds}
+        {
+            "ranks": all_facts,
+            "clocks": clocks,
+            "checks": [check._asdict() for check in checks],
+            "all_reduce": speeds,
+        }
     )
 
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # from torch.distributed.launch
+    # from torch.distributed.launch
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -599,7 +760,11 @@ def main():
     if args.json:  # standard output is for the report alone: gloo of torch 2.9 writes there too
         sys.stdout = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-    launcher, rank, world_size, local_rank, local_world_size, address = find_launcher()
+    environment = original_environment()
+    launcher, ranks = find_launcher(environment)
+    check_processes(launcher, environment)
+    rank, world_size, local_rank, local_world_size = ranks
+    address = find_address(launcher, ranks, environment)
     store, connect = open_stores(address, rank, world_size)
     pulse = Pulse(connect(), rank)
 
@@ -630,14 +795,16 @@ def open_stores(address, rank, world_size):
         store = dist.HashStore()
         return store, lambda: store
     if address:
-        host, port, _ = address
+        host, port = address.host, address.port
         store = open_store(address, rank, world_size, datetime.timedelta(seconds=ARRIVAL))
     else:  # torchrun's store, which outlives restarts
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     prefix = f"preflight {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
     def connect():
-        return dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+        return dist.PrefixStore(
+            prefix, dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+        )
 
     return (dist.PrefixStore(prefix, store) if address else connect()), connect
 
@@ -657,7 +824,12 @@ def lead(store, me, world_size, work, args):
     checks = [check_ranks(all_facts, world_size), check_launch(all_facts), check_devices(all_facts)]
     checks += [check_addresses(all_facts, attempts), check_network(all_facts, attempts)]
     can_measure = all(check.verdict != "FAIL" for check in checks) and len(tried) == world_size
-    checks += [check_port(all_facts), check_versions(all_facts), check_code(all_facts), check_clocks(all_facts, clocks)]
+    checks += [
+        check_port(all_facts),
+        check_versions(all_facts),
+        check_code(all_facts),
+        check_clocks(all_facts, clocks),
+    ]
     checks += [check_shared_memory(all_facts), check_threads(all_facts)]
     store.set("plan", json.dumps("measure" if can_measure else "stop"))
     times = None
@@ -669,7 +841,8 @@ def lead(store, me, world_size, work, args):
         checks.append(Check("all_reduce", "warn", "not measured, because a check above failed"))
     print((as_json if args.json else show)(all_facts, clocks, checks, times), flush=True)
     store.set("end", json.dumps(True))
-    collect(store, "end", [rank for rank in answers if rank > 0], silence=2)  # the store exits with this process
+    # The store ends with this process: the others read "end" first.
+    collect(store, "end", [rank for rank in answers if rank > 0], silence=2)
     return int(any(check.verdict == "FAIL" for check in checks))
 
 

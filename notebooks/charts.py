@@ -1,6 +1,7 @@
 """Functions shared by the notebooks: load and check records, draw charts in one style, save figures.
 
-The colours are from Okabe and Ito, for readers with colour blindness. Every series also has its own marker.
+The colours are from Okabe and Ito, for readers with colour blindness. Every series also has its own
+marker.
 """
 
 import os
@@ -26,11 +27,20 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#666666",
 )  # fmt: skip
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
-PUBLISHED = {"color": GREY, "marker": "D", "markerfacecolor": "white", "markersize": 8, "linestyle": ":", "zorder": 1}
+PUBLISHED = {
+    "color": GREY,
+    "marker": "D",
+    "markerfacecolor": "white",
+    "markersize": 8,
+    "linestyle": ":",
+    "zorder": 1,
+}
 
 plt.rcParams.update({
     "figure.dpi": 110, "savefig.dpi": 160, "font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False, "lines.markersize": 5,
+    "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False, (
+        "lines.markersize"
+    ): 5,
     "legend.fontsize": 8, "figure.constrained_layout.use": True,
 })  # fmt: skip
 
@@ -41,7 +51,8 @@ def load(name, columns, alike=(), only=None):
     Args:
         name: name of the experiment.
         columns: {name: type} of the columns that the notebook draws.
-        alike: columns that must have the same value in all records, so that the chart compares like with like.
+        alike: columns that must have the same value in all records, so that the chart compares like
+            with like.
         only: settings of the records to select, if an experiment has more than one kind.
 
     Raises:
@@ -52,7 +63,10 @@ def load(name, columns, alike=(), only=None):
     runs = group(lines, "started", "command")
     times = sorted(started[:10] for started, _ in runs)
     print(f"{' and '.join(sorted({records.hardware(line) for line in lines}))}")
-    print(f"results/{name}/{MACHINE}.jsonl: {len(lines)} records of {len(runs)} runs, {times[0]} to {times[-1]}")
+    print(
+        f"results/{name}/{MACHINE}.jsonl: {len(lines)} records of {len(runs)} runs, {times[0]} to "
+        f"{times[-1]}"
+    )
     return lines
 
 
@@ -94,7 +108,9 @@ def need(data, label):
         RecordError: there is no data.
     """
     if not data:
-        raise RecordError(f"nothing to draw for {label!r} on {MACHINE}: python tools/experiments.py --list")
+        raise RecordError(
+            f"nothing to draw for {label!r} on {MACHINE}: python tools/experiments.py --list"
+        )
     return data
 
 
@@ -145,12 +161,20 @@ def save(fig, name):
     for k, ax in enumerate(fig.axes, start=1):
         if not ax.has_data():
             raise RecordError(f"{name}: axes {k} ({ax.get_title()!r}) shows no data")
-        if not ax.get_xlabel() or not (ax.get_ylabel() or isinstance(ax.yaxis.get_major_locator(), FixedLocator)):
+        if not ax.get_xlabel() or not (
+            ax.get_ylabel() or isinstance(ax.yaxis.get_major_locator(), FixedLocator)
+        ):
             raise RecordError(f"{name}: axes {k} ({ax.get_title()!r}) has an axis without a name")
     FIGURES.mkdir(parents=True, exist_ok=True)
-    path, source = FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png"), fingerprint(name)
+    path, source = (
+        FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png"),
+        fingerprint(name),
+    )
     fig.savefig(path, metadata={"Software": None, "Source": source})
-    print(f"figure: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}, made from {source}")
+    print(
+        f"figure: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}, made from "
+        f"{source}"
+    )
     if path.parent == ROOT / "docs/figures" and MACHINE == OURS:
         chinese_figures.save(fig, name, source)
 
@@ -160,11 +184,14 @@ def fingerprint(name):
     import hashlib
     import json
 
-    notebook = {"goodput": "scaling", "syncbn_published": "syncbn"}.get(name, name)  # these draw two
+    # these draw two
+    notebook = {"goodput": "scaling", "syncbn_published": "syncbn"}.get(name, name)
     cells = json.loads((ROOT / f"notebooks/{notebook}.ipynb").read_text())["cells"]
     code = "".join(line for cell in cells if cell["cell_type"] == "code" for line in cell["source"])
     sources = [Path(__file__), ROOT / "results/published.json"]
     sources.append(records.RESULTS / notebook / f"{MACHINE}.jsonl")
     if notebook == "scaling":
         sources += [ROOT / f"tools/book/{module}.py" for module in ("step_model", "goodput")]
-    return hashlib.sha256(code.encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    return hashlib.sha256(
+        code.encode() + b"".join(path.read_bytes() for path in sources)
+    ).hexdigest()[:16]

@@ -7,7 +7,8 @@ Copy this file and distributed.py into a folder of your own, and start it in one
     srun --ntasks=2 --kill-on-bad-exit=1 python train.py
     torchrun --nproc-per-node=2 --max-restarts=3 train.py --resume
 
-With --resume it continues after the last saved epoch. On several machines all must see the folder of --checkpoints.
+With --resume it continues after the last saved epoch. On several machines all must see the folder
+of --checkpoints.
 """
 
 import argparse
@@ -33,24 +34,59 @@ def build_datasets():
     inputs = torch.randn(12000, 20, generator=torch.Generator().manual_seed(0))
     targets = inputs[:, :5].argmax(dim=1)  # which of the first five numbers is the largest
     data = TensorDataset(inputs, targets)
-    return Subset(data, range(10000)), Subset(data, range(10000, 11000)), Subset(data, range(11000, 12000))
+    return (
+        Subset(data, range(10000)),
+        Subset(data, range(10000, 11000)),
+        Subset(data, range(11000, 12000)),
+    )
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--epochs", type=int, default=10, help="number of epochs (default: %(default)s)")
-    add("--batch-size", type=int, default=64, help="examples per step of all processes together (default: %(default)s)")
-    add("--lr", type=float, default=0.1, help="learning rate for this batch size (default: %(default)s)")
+    add(
+        "--batch-size",
+        type=int,
+        default=64,
+        help="examples per step of all processes together (default: %(default)s)",
+    )
+    add(
+        "--lr",
+        type=float,
+        default=0.1,
+        help="learning rate for this batch size (default: %(default)s)",
+    )
     add("--workers", type=int, default=0, help="loader workers per process (default: %(default)s)")
-    add("--eval-every", type=int, default=1, help="validate after every N epochs; 0 is never (default: %(default)s)")
-    add("--save-every", type=int, default=1, help="save last.pt every N epochs; 0: at the end (default: %(default)s)")
-    add("--checkpoints", default="checkpoints", help="folder for last.pt and best.pt (default: %(default)s)")
+    add(
+        "--eval-every",
+        type=int,
+        default=1,
+        help="validate after every N epochs; 0 is never (default: %(default)s)",
+    )
+    add(
+        "--save-every",
+        type=int,
+        default=1,
+        help="save last.pt every N epochs; 0: at the end (default: %(default)s)",
+    )
+    add(
+        "--checkpoints",
+        default="checkpoints",
+        help="folder for last.pt and best.pt (default: %(default)s)",
+    )
     add("--resume", action="store_true", help="continue from last.pt if it exists")
     add("--sync-bn", action="store_true", help="batch norm over all processes; needs GPUs")
     add("--bf16", action="store_true", help="compute in bfloat16, with the weights in float32")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # from torch.distributed.launch
-    add("--seed", type=int, default=0, help="for the weights and the order of the examples (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="for the weights and the order of the examples (default: %(default)s)",
+    )
     return parser.parse_args()
 
 
@@ -58,29 +94,43 @@ def parse_args():
 def main(args):
     d = setup_distributed()
     if args.batch_size % d.world_size:
-        raise ValueError(f"--batch-size {args.batch_size}: expected a multiple of the {d.world_size} processes")
+        raise ValueError(
+            f"--batch-size {args.batch_size}: expected a multiple of the {d.world_size} processes"
+        )
     torch.manual_seed(args.seed)  # the same weights in every process
     model = build_model().to(d.device)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
+    )
 
     train_set, val_set, test_set = build_datasets()
     options = {"batch_size": args.batch_size // d.world_size, "num_workers": args.workers}
     options["pin_memory"] = d.device.type == "cuda"
-    if args.workers and sys.platform == "linux":  # Python 3.14 would start workers that outlive a killed training
+    # Python 3.14 would start workers that outlive a killed training
+    if args.workers and sys.platform == "linux":
         options["multiprocessing_context"] = "fork"
     sampler = DistributedSampler(train_set, d.world_size, d.rank, seed=args.seed)
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     if not len(train_loader):
-        raise ValueError(f"--batch-size {args.batch_size}: expected at most the {len(train_set)} training examples")
-    # Every example counts once: DistributedSampler would repeat some if the processes do not divide their number.
+        raise ValueError(
+            f"--batch-size {args.batch_size}: expected at most the {len(train_set)} training "
+            "examples"
+        )
+    # Every example counts once: DistributedSampler would repeat some if the processes do not divide
+    # their number.
     val_loader, test_loader = (
-        DataLoader(Subset(part, range(d.rank, len(part), d.world_size)), **options) for part in (val_set, test_set)
+        DataLoader(Subset(part, range(d.rank, len(part), d.world_size)), **options)
+        for part in (val_set, test_set)
     )
 
-    first, best, last_pt, best_pt = 0, -1.0, *(os.path.join(args.checkpoints, name) for name in ("last.pt", "best.pt"))
+    first, best, last_pt, best_pt = (
+        0,
+        -1.0,
+        *(os.path.join(args.checkpoints, name) for name in ("last.pt", "best.pt")),
+    )
     if args.resume and os.path.exists(last_pt):
         state = torch.load(last_pt, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
@@ -88,11 +138,14 @@ def main(args):
         first, best = state["epoch"], state["best"]
     # Made after the optimizer was loaded, it continues at this epoch, also with another --epochs.
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda epoch: (1 + math.cos(math.pi * epoch / args.epochs)) / 2, last_epoch=first - 1
+        optimizer,
+        lambda epoch: (1 + math.cos(math.pi * epoch / args.epochs)) / 2,
+        last_epoch=first - 1,
     )
     for epoch in range(first, args.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch
-        torch.manual_seed(hash((args.seed, epoch, d.rank)))  # dropout and augmentation, the same after a resume
+        # dropout and augmentation, the same after a resume
+        torch.manual_seed(hash((args.seed, epoch, d.rank)))
         loss, accuracy = run_epoch(ddp, train_loader, d, args.bf16, optimizer)
         scheduler.step()
         line = f"epoch {epoch + 1}/{args.epochs}: train loss {loss:.4f}, accuracy {accuracy:.2%}"
@@ -105,7 +158,12 @@ def main(args):
         if d.is_main:
             print(line, flush=True)
         if epoch + 1 == args.epochs or (args.save_every and (epoch + 1) % args.save_every == 0):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1, "best": best}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "epoch": epoch + 1,
+                "best": best,
+            }
             save(last_pt, state, d)
     loss, accuracy = run_epoch(model, test_loader, d, args.bf16)
     if d.is_main:
@@ -117,11 +175,15 @@ def run_epoch(model, loader, d, bf16, optimizer=None):
     model.train(optimizer is not None)
     if not optimizer:
         for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)  # the last step changed each process's batch norm statistics
+            # the last step changed each process's batch norm statistics
+            dist.broadcast(buffer, src=0)
     totals = torch.zeros(3, device=d.device)  # loss, correct answers, examples
     with torch.set_grad_enabled(optimizer is not None):
         for inputs, targets in loader:
-            inputs, targets = inputs.to(d.device, non_blocking=True), targets.to(d.device, non_blocking=True)
+            inputs, targets = (
+                inputs.to(d.device, non_blocking=True),
+                targets.to(d.device, non_blocking=True),
+            )
             with torch.autocast(d.device.type, torch.bfloat16, enabled=bf16):
                 outputs = model(inputs)
                 loss = nn.functional.cross_entropy(outputs, targets)
@@ -130,7 +192,9 @@ def run_epoch(model, loader, d, bf16, optimizer=None):
                 loss.backward()
                 optimizer.step()
             correct = (outputs.argmax(dim=1) == targets).sum()
-            totals += torch.stack([loss.detach() * len(targets), correct, torch.full_like(loss, len(targets))])
+            totals += torch.stack(
+                [loss.detach() * len(targets), correct, torch.full_like(loss, len(targets))]
+            )
     dist.all_reduce(totals)
     loss, correct, examples = totals.tolist()
     return loss / examples, correct / examples

@@ -24,29 +24,46 @@ from common.flags import shared_flags
 from tools.lab import hosts as hosts_module
 from tools.lab import slurm_cluster as slurm_cluster_module
 
-SCRIPTS = ["01_snsc.py", "02_snmc_dp.py", "03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py", "05_mnmc_ddp_slurm.py"]
+SCRIPTS = [
+    "01_snsc.py",
+    "02_snmc_dp.py",
+    "03_mnmc_ddp_launch.py",
+    "04_mnmc_ddp_mp.py",
+    "05_mnmc_ddp_slurm.py",
+]
 ALL_SCRIPTS = [*SCRIPTS, "06_imagenet.py"]  # which has flags of its own
 IN_PROCESS = [script for script in SCRIPTS if script != "04_mnmc_ddp_mp.py"]  # what `run` can run
-QUICK = ["--arch", "mnist_net", "--batch-size", "8", "--dataset", "folder", "--data-dir"]  # and a folder: 3 steps
+# and a folder: 3 steps
+QUICK = ["--arch", "mnist_net", "--batch-size", "8", "--dataset", "folder", "--data-dir"]
 
 
 def needs_gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
+    return pytest.mark.gpu(
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test)
+    )
 
 
 def needs_gpus(test):
-    return pytest.mark.gpu(pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")(test))
+    return pytest.mark.gpu(
+        pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")(test)
+    )
 
 
 @pytest.fixture
 def run(monkeypatch, capfd):
     """Run a script of the ladder to its end in this process, which spares the seconds of importing torch.
 
-    03 and 05 find in the environment that they are the only process. Returns a function (script, *flags) ->
-    namespace of code, out and err.
+    03 and 05 find in the environment that they are the only process. Returns a function (script,
+    *flags) -> namespace of code, out and err.
     """
     launchers = {
-        "03": {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"},
+        "03": {
+            "RANK": 0,
+            "WORLD_SIZE": 1,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "MASTER_ADDR": "127.0.0.1",
+        },
         "05": slurm_step() | {"CUDA_VISIBLE_DEVICES": 0},
     }
 

@@ -30,7 +30,10 @@ from tools.book.pages import chinese_pages
 from tools.records import records
 
 PAGES = book.pages()
-FENCE = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.M | re.S,
+)
 
 
 def relative(page):
@@ -68,7 +71,10 @@ def all_commands():
         doc = ast.get_docstring(ast.parse((ROOT / script).read_text()))
         doc = re.sub(r"\s*\\\n\s*", " ", doc)
         shown = re.findall(r"^ +((?:python|torchrun|srun|sbatch) .*?)(?:  +\S.*)?$", doc, re.M)
-        found += [Command(script, " ".join(line.partition(" #")[0].split()), "a docstring") for line in shown]
+        found += [
+            Command(script, " ".join(line.partition(" #")[0].split()), "a docstring")
+            for line in shown
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -77,8 +83,12 @@ COMMANDS = all_commands()
 
 def test_no_block_of_commands_is_overlooked():
     for page in PAGES:
-        assert len(fences(page, "sh")) == len(re.findall(r"^```sh$", page.read_text(), re.M)), page.name
-        assert "```\n```sh" not in page.read_text() and not re.search(r"^ +```sh$", page.read_text(), re.M), page.name
+        assert len(fences(page, "sh")) == len(re.findall(r"^```sh$", page.read_text(), re.M)), (
+            page.name
+        )
+        assert "```\n```sh" not in page.read_text() and not re.search(
+            r"^ +```sh$", page.read_text(), re.M
+        ), page.name
 
 
 # What a page shows of the repository
@@ -164,11 +174,15 @@ ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "
 
 # Flags of programs whose parser is not at hand; each is explained where it stands.
 OTHERS = {
-    "--shm-size": "docker", "--ipc": "docker", "--gpus": "docker", "--tag": "docker", "--file": "docker",
+    "--shm-size": "docker", "--ipc": "docker", "--gpus": "docker", "--tag": "docker", "--file": (
+        "docker"
+    ),
     "--local-rank": "what torch.distributed.launch adds", "--use_env": "torch.distributed.launch",
     "--set-ntp": "timedatectl", "--logdir": "tensorboard",
     "--cap-add": "docker", "--network": "docker", "--pid": "py-spy",
-    "--test-only": "sbatch, whose help leaves it out", "--open-mode": "sbatch, whose help leaves it out",
+    "--test-only": "sbatch, whose help leaves it out", "--open-mode": (
+        "sbatch, whose help leaves it out"
+    ),
 }  # fmt: skip
 
 
@@ -177,7 +191,9 @@ def helps(command, folder):
     (folder / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=none\n")
     env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")} | ALLOW_ROOT
     what = ["full"] if command == "mpirun" else []
-    shown = subprocess.run([command, "--help", *what], env=env, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        [command, "--help", *what], env=env, capture_output=True, text=True
+    ).stdout
     return set(re.findall(r"--[a-z][a-z-]+", shown))
 
 
@@ -190,7 +206,11 @@ def known_flags(folder):
         "common/ddp_flags.py",
         "imagenet/flags.py",
         "template/train.py",
-        *(p.relative_to(ROOT) for name in ("tools", "launch") for p in ROOT.glob(f"{name}/**/*.py")),
+        *(
+            p.relative_to(ROOT)
+            for name in ("tools", "launch")
+            for p in ROOT.glob(f"{name}/**/*.py")
+        ),
     ]
     for file in ours:
         known |= set(re.findall(r'"(--[a-z][\w-]*)"', (ROOT / file).read_text()))
@@ -203,7 +223,11 @@ def known_flags(folder):
 
 def test_every_flag_in_the_text_is_one_that_some_program_takes(tmp_path):
     absent = [command for command in PROGRAMS if shutil.which(command) is None]
-    need(f"not installed: {', '.join(absent)} (apt-get install slurm-wlm openmpi-bin)" if absent else None)
+    need(
+        f"not installed: {', '.join(absent)} (apt-get install slurm-wlm openmpi-bin)"
+        if absent
+        else None
+    )
     known, unknown = known_flags(tmp_path), []
     for page in PAGES:
         theirs = r"^<!-- table: flags -->.*?^<!-- end -->"  # the flags of other trainings
@@ -240,7 +264,9 @@ def check_python(arguments, monkeypatch):
         compile(arguments[1], "-c", "exec")
         return
     if arguments[0] == "-m":
-        assert arguments[1] in ("torch.distributed.run", "torch.distributed.launch", "pytest"), arguments
+        assert arguments[1] in ("torch.distributed.run", "torch.distributed.launch", "pytest"), (
+            arguments
+        )
         return
     file, *given = arguments
     if file == "train.py":  # the reader's own
@@ -266,9 +292,15 @@ def check(text, monkeypatch, slurm_help):
     elif program == "srun":
         options, file, given = launched(arguments)
         known = slurm_help("srun")
-        assert all(option.partition("=")[0] in known for option in options if option.startswith("--")), options
+        assert all(
+            option.partition("=")[0] in known for option in options if option.startswith("--")
+        ), options
         if "torchrun" in options:
-            check(shlex.join(["torchrun", *options[options.index("torchrun") + 1 :], file, *given]), monkeypatch, None)
+            check(
+                shlex.join(["torchrun", *options[options.index("torchrun") + 1 :], file, *given]),
+                monkeypatch,
+                None,
+            )
         else:
             check_python([file, *given], monkeypatch)
     elif program == "sbatch":
@@ -276,7 +308,10 @@ def check(text, monkeypatch, slurm_help):
         known = slurm_help("sbatch") | set(OTHERS)
         assert all(option.partition("=")[0] in known for option in arguments[:k]), arguments
         script = Path(arguments[k]).name[:2]
-        check_python([next(name for name in ALL_SCRIPTS if name[:2] == script), *arguments[k + 1 :]], monkeypatch)
+        check_python(
+            [next(name for name in ALL_SCRIPTS if name[:2] == script), *arguments[k + 1 :]],
+            monkeypatch,
+        )
         assert (ROOT / arguments[k]).exists()
     elif program == "mpirun":
         _, file, given = launched(arguments)
@@ -330,7 +365,11 @@ def slurm_help(tmp_path_factory):
 
     @functools.cache
     def options(command):
-        need(None if shutil.which(command) else f"not installed: {command} (apt-get install slurm-wlm)")
+        need(
+            None
+            if shutil.which(command)
+            else f"not installed: {command} (apt-get install slurm-wlm)"
+        )
         return helps(command, tmp_path_factory.mktemp("help"))
 
     return options
@@ -350,20 +389,29 @@ def test_every_sbatch_that_is_shown_would_be_queued(slurm):
     shown = {command.text for command in COMMANDS if command.text.startswith("sbatch ")}
     assert len(shown) >= 3
     for text in shown:
-        text = re.sub(r"=(8|64)\b", "=2", text)  # a page's nodes have 8 GPUs and 64 cores, ours have made-up GPUs
-        end = slurm.run("sbatch", "--test-only", *(word for word in shlex.split(text)[1:] if word != "--test-only"))
+        # a page's nodes have 8 GPUs and 64 cores, ours have made-up GPUs
+        text = re.sub(r"=(8|64)\b", "=2", text)
+        end = slurm.run(
+            "sbatch",
+            "--test-only",
+            *(word for word in shlex.split(text)[1:] if word != "--test-only"),
+        )
         assert end.returncode == 0 and "to start at" in end.stderr, f"{text}: {end.stderr}"
 
 
 # Commands run
 
 
-# Flags that make a script short, on images that are a test's own; of a flag given twice the last one counts.
+# Flags that make a script short, on images that are a test's own; of a flag given twice the last
+# one counts.
 SHORT = ["--epochs=1", "--batch-size=8", "--arch=small_net", "--dataset=folder", "--data-dir"]
 SHORT_06 = ["--epochs=1", "--batch-size=16", "--arch=mnist_net", "--image-size=32", "--dummy=64"]
 LESSON = "06_imagenet.md"  # whose commands build on one another: a test of its own
 ELSEWHERE = {  # what other tests run, in sizes of their own
-    **{f"tools/bench/{name}.py": f"test_the_{name}_benchmark" for name in ("input", "ddp", "train", "scaling")},
+    **{
+        f"tools/bench/{name}.py": f"test_the_{name}_benchmark"
+        for name in ("input", "ddp", "train", "scaling")
+    },
     "tools/experiments.py": "test_experiments.py",
     "launch/preflight.py": "test_preflight.py",
 }
@@ -384,12 +432,17 @@ def to_run():
     flag and more. What those start is the same, and their flags have been parsed."""
     chosen = {}
     for command in COMMANDS:
-        if command.reason is None and split(command.text)[1] not in (".", "make") and "--help" not in command.text:
+        if (
+            command.reason is None
+            and split(command.text)[1] not in (".", "make")
+            and "--help" not in command.text
+        ):
             chosen.setdefault(kind(command), command)
     return [
         command
         for (what, flags), command in chosen.items()
-        if not any(what == other and flags < more for other, more in chosen) and what[1] not in ELSEWHERE
+        if not any(what == other and flags < more for other, more in chosen)
+        and what[1] not in ELSEWHERE
     ]
 
 
@@ -407,13 +460,17 @@ def scaled(text, folder):
 
 def forms(output):
     """The lines of an output that report, with # for each number: what stays the same in a run of another size."""
-    lines = [line for line in output.splitlines() if re.search(r"== |^done|global batch|error: ", line)]
+    lines = [
+        line for line in output.splitlines() if re.search(r"== |^done|global batch|error: ", line)
+    ]
     return {re.sub(r"[\d.,]+%?", "#", " ".join(line.split())).replace("[ ", "[") for line in lines}
 
 
 def recorded(text):
     """What a page shows as the output of a command, or None."""
-    return next((r["output"] for r in reversed(book.records("output")) if r["command"] == text), None)
+    return next(
+        (r["output"] for r in reversed(book.records("output")) if r["command"] == text), None
+    )
 
 
 @pytest.fixture
@@ -429,16 +486,26 @@ def bash(text, **options):
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        ["bash", "-c", text], cwd=ROOT, env=os.environ | ALLOW_ROOT | {"PATH": path}, **pipes, **options
+        ["bash", "-c", text],
+        cwd=ROOT,
+        env=os.environ | ALLOW_ROOT | {"PATH": path},
+        **pipes,
+        **options,
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", sorted({command.page for command in to_run() if not command.page.endswith(LESSON)}))
+@pytest.mark.parametrize(
+    "page", sorted({command.page for command in to_run() if not command.page.endswith(LESSON)})
+)
 def test_the_commands_of_a_page_run_in_their_order_and_print_what_it_shows(page, book_folder, run):
     for command in (command for command in to_run() if command.page == page):
         if "mpirun" in command.text:
-            need(None if shutil.which("mpirun") else "not installed: mpirun (apt-get install openmpi-bin)")
+            need(
+                None
+                if shutil.which("mpirun")
+                else "not installed: mpirun (apt-get install openmpi-bin)"
+            )
         text = scaled(command.text, book_folder)
         variables, program, arguments = split(text)
         if program == "python" and re.match(r"0[12]_", arguments[0]) and not variables:
@@ -449,7 +516,9 @@ def test_the_commands_of_a_page_run_in_their_order_and_print_what_it_shows(page,
         wrong = "error: " in (recorded(command.text) or "")
         assert (code != 0) == wrong and "Traceback" not in out + err, f"{text}\n{out}{err}"
         if recorded(command.text):
-            assert forms(out + err) and forms(out + err) <= forms(recorded(command.text)), f"{out}{err}"
+            assert forms(out + err) and forms(out + err) <= forms(recorded(command.text)), (
+                f"{out}{err}"
+            )
 
 
 # Chapter 6 is a lesson whose commands build on one another
@@ -457,7 +526,9 @@ def test_the_commands_of_a_page_run_in_their_order_and_print_what_it_shows(page,
 
 def typed(text, folder, until=None):
     """Run a command of chapter 6 with a small network. `timeout` sends its signal at a step, not after seconds."""
-    text = f"{text} --arch small_net --image-size 32".replace("checkpoints/", f"{folder}/checkpoints/")
+    text = f"{text} --arch small_net --image-size 32".replace(
+        "checkpoints/", f"{folder}/checkpoints/"
+    )
     signal_name, text = re.fullmatch(r"(?:timeout --signal=(\w+) \d+ )?(.*)", text).groups()
     process = bash(text, start_new_session=True)
     if signal_name:
@@ -477,8 +548,12 @@ def test_chapter_6_as_a_reader_types_it_kill_resume_resume_and_both_exercises(bo
     assert code == -signal.SIGKILL and ": starting from the beginning" in out, err
     code, out, err = typed(stopped, book_folder, until="== step: [   8/32] [3/5]")
     (resumed,) = re.findall(r"after step (\d+) of 160", out)
-    (saved,) = re.findall(r"stopped by a signal after step (\d+): saved, and --resume continues", out)
-    assert code == EXIT_REQUEUE and int(resumed) >= 10 and int(resumed) % 5 == 0 and int(saved) >= 72, out + err
+    (saved,) = re.findall(
+        r"stopped by a signal after step (\d+): saved, and --resume continues", out
+    )
+    assert (
+        code == EXIT_REQUEUE and int(resumed) >= 10 and int(resumed) % 5 == 0 and int(saved) >= 72
+    ), out + err
     code, out, err = typed(last, book_folder)
     assert code == 0 and f"after step {saved} of 160" in out and "done: top-1 " in out, out + err
     shown = [*map(recorded, runs)]
@@ -492,7 +567,9 @@ def test_chapter_6_as_a_reader_types_it_kill_resume_resume_and_both_exercises(bo
     code, out, err = typed(again, book_folder)
     assert code == 0 and "after step 155 of 160" in out and file.stat().st_size == whole, out + err
 
-    _, whole, killed = [text for text in commands if re.search(r"checkpoints/(whole|killed)", text)][:3]
+    _, whole, killed = [
+        text for text in commands if re.search(r"checkpoints/(whole|killed)", text)
+    ][:3]
     (compare,) = [text for text in commands if text.startswith("python -c") and "killed" in text]
     assert typed(whole, book_folder)[0] == 0
     assert typed(killed, book_folder, until="== step: [   8/32] [2/3]")[0] == -signal.SIGKILL
@@ -507,9 +584,9 @@ def test_the_srun_of_the_chapter_prints_what_it_shows(slurm, book_folder):
     texts = [command.text for command in COMMANDS if re.match(r"srun .*05_mnmc", command.text)]
     text = next(text for text in texts if recorded(text))
     end = slurm.run(*shlex.split(scaled(text, book_folder)))
-    assert end.returncode == 0 and forms(end.stdout) and forms(end.stdout) <= forms(recorded(text)), (
-        end.stdout + end.stderr
-    )
+    assert (
+        end.returncode == 0 and forms(end.stdout) and forms(end.stdout) <= forms(recorded(text))
+    ), end.stdout + end.stderr
 
 
 def test_no_output_is_recorded_of_a_command_that_failed_but_those_that_show_an_error():
@@ -522,19 +599,28 @@ def test_every_reason_not_to_run_a_command_is_one_of_a_kind():
     """So that nothing is left out because it happened to fail: what needs what is not here, takes hours, or waits."""
     kinds = r"needs |downloads |takes |waits |belongs |it runs until|shows what|installs |compares |a docstring|" \
             r"sets up |for a machine with |runs these tests|SenseCore |train\.py is your"  # fmt: skip
-    odd = [command for command in COMMANDS if command.reason and not re.match(kinds, command.reason)]
+    odd = [
+        command for command in COMMANDS if command.reason and not re.match(kinds, command.reason)
+    ]
     assert not odd, odd
 
 
 # Snippets run
 
 
-SNIPPETS = [(page.name, block["text"]) for page in PAGES for block in fences(page, "python") if not block["reason"]]
+SNIPPETS = [
+    (page.name, block["text"])
+    for page in PAGES
+    for block in fences(page, "python")
+    if not block["reason"]
+]
 ALONE = [(name, text) for name, text in SNIPPETS if not text.startswith("# torchrun")]
 TOGETHER = [(name, text) for name, text in SNIPPETS if text.startswith("# torchrun")]
 
 
-@pytest.mark.parametrize(("page", "text"), ALONE, ids=[f"{name} {k}" for k, (name, _) in enumerate(ALONE)])
+@pytest.mark.parametrize(
+    ("page", "text"), ALONE, ids=[f"{name} {k}" for k, (name, _) in enumerate(ALONE)]
+)
 def test_every_snippet_runs_by_itself(page, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
@@ -548,7 +634,9 @@ def test_every_snippet_runs_by_itself(page, text, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "text"), TOGETHER, ids=[f"{name} {k}" for k, (name, _) in enumerate(TOGETHER)])
+@pytest.mark.parametrize(
+    ("page", "text"), TOGETHER, ids=[f"{name} {k}" for k, (name, _) in enumerate(TOGETHER)]
+)
 def test_every_snippet_for_torchrun_runs_on_two_processes(page, text, tmp_path):
     (tmp_path / "snippet.py").write_text(text)
     ranks = Ranks(tmp_path, 2, [], script=str(tmp_path / "snippet.py"), prepare=go_to)
@@ -564,7 +652,9 @@ def go_to(rank):
 
 
 def test_a_word_with_two_meanings_is_found_in_prose_and_nowhere_else():
-    page = "The network learns.\n\n```sh\nthe network learns\n```\n\n`rate`, learning\nrate, a rate,\n"
+    page = (
+        "The network learns.\n\n```sh\nthe network learns\n```\n\n`rate`, learning\nrate, a rate,\n"
+    )
     page += "64 images\na process\n"
     assert [(line, instead) for line, _, instead in words.find(page)] == [
         (1, "model"),

@@ -15,7 +15,16 @@ from ranks import context
 
 from common.errors import UserError
 from imagenet import checkpoint
-from imagenet.checkpoint import BEST, Checkpoints, Damaged, SaveInterval, decode, load_weights, read_file, write_file
+from imagenet.checkpoint import (
+    BEST,
+    Checkpoints,
+    Damaged,
+    SaveInterval,
+    decode,
+    load_weights,
+    read_file,
+    write_file,
+)
 
 RANK_0 = SimpleNamespace(rank=0, local_rank=0)
 
@@ -37,7 +46,12 @@ def open_checkpoints(tmp_path):
 
 
 def state(step, size=1000):
-    return {"step": step, "model": {"weight": torch.full((size,), float(step))}, "ema": None, "flags": {"arch": "x"}}
+    return {
+        "step": step,
+        "model": {"weight": torch.full((size,), float(step))},
+        "ema": None,
+        "flags": {"arch": "x"},
+    }
 
 
 def saved(checkpoints, *steps):
@@ -138,7 +152,9 @@ def test_where_all_are_damaged_the_error_says_what_to_do(open_checkpoints):
     folder = saved(checkpoints, 1, 2)
     for path in folder.glob("step-*"):
         truncate(path)
-    with pytest.raises(UserError, match=r"step-00000002.pt.*no checksum.*best.pt may do: cp .*best.pt"):
+    with pytest.raises(
+        UserError, match=r"step-00000002.pt.*no checksum.*best.pt may do: cp .*best.pt"
+    ):
         open_checkpoints(folder).load()
 
 
@@ -150,7 +166,9 @@ def test_a_damaged_newer_file_does_not_cost_the_one_that_is_written_now(open_che
     assert names(folder) == ["step-00000002.pt", "step-00000009.pt"]
 
 
-def test_training_waits_for_the_copy_alone_and_may_change_its_weights_at_once(open_checkpoints, monkeypatch):
+def test_training_waits_for_the_copy_alone_and_may_change_its_weights_at_once(
+    open_checkpoints, monkeypatch
+):
     go_on, write = threading.Event(), checkpoint.write_file
     monkeypatch.setattr(checkpoint, "write_file", lambda *given: (go_on.wait(30), write(*given)))
     checkpoints, live = open_checkpoints(), state(1)
@@ -162,7 +180,9 @@ def test_training_waits_for_the_copy_alone_and_may_change_its_weights_at_once(op
     assert open_checkpoints(checkpoints.folder).load()[0]["model"]["weight"].eq(1).all()
 
 
-def test_a_disk_that_is_too_slow_costs_a_checkpoint_and_not_the_run(open_checkpoints, monkeypatch, caplog):
+def test_a_disk_that_is_too_slow_costs_a_checkpoint_and_not_the_run(
+    open_checkpoints, monkeypatch, caplog
+):
     go_on, write = threading.Event(), checkpoint.write_file
     monkeypatch.setattr(checkpoint, "write_file", lambda *given: (go_on.wait(30), write(*given)))
     checkpoints = open_checkpoints(patience=0.1)
@@ -180,7 +200,9 @@ def write_for_ever(folder):
         write_file(f"{folder}/step-{step:08}.pt", state(step, size=500_000))
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_whole_checkpoints_alone(open_checkpoints, tmp_path):
+def test_a_process_that_is_killed_while_it_writes_leaves_whole_checkpoints_alone(
+    open_checkpoints, tmp_path
+):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     for k in range(4):
@@ -206,13 +228,17 @@ def small_disk(tmp_path):
     need("a small disk needs root" if os.geteuid() else None)
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True
+    )
     need(mounted.stderr if mounted.returncode else None)
     yield folder
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_leaves_the_checkpoints_before_it_and_training_goes_on(open_checkpoints, small_disk, caplog):
+def test_a_full_disk_leaves_the_checkpoints_before_it_and_training_goes_on(
+    open_checkpoints, small_disk, caplog
+):
     checkpoints = open_checkpoints(small_disk)
     checkpoints.save(state(1, size=100_000))
     checkpoints.save(state(2, size=250_000))  # does not fit beside the first one
@@ -222,14 +248,18 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_and_training_goes_on(open_
     assert names(small_disk) == ["step-00000001.pt", "step-00000003.pt"]
     checkpoints = open_checkpoints(small_disk)
     checkpoints.save(state(4, size=250_000))
-    with pytest.raises(UserError, match="No space left on device; the checkpoints before it are complete: free"):
+    with pytest.raises(
+        UserError, match="No space left on device; the checkpoints before it are complete: free"
+    ):
         checkpoints.finish()
     assert open_checkpoints(small_disk).load()[0]["step"] == 3
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(open_checkpoints, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write to --checkpoints-path .*file/here.*name a folder of yours"):
+    with pytest.raises(
+        UserError, match=r"cannot write to --checkpoints-path .*file/here.*name a folder of yours"
+    ):
         open_checkpoints(tmp_path / "file/here")
     with pytest.raises(UserError, match="cannot write to --checkpoints-path /proc/self on"):
         open_checkpoints("/proc/self")  # which exists, and takes no file
@@ -240,7 +270,9 @@ def test_weights_come_from_a_checkpoint_or_a_state_dict_and_from_nothing_else(tm
     torch.save(weights, tmp_path / "plain.pt")
     write_file(str(tmp_path / "whole.pt"), state(5) | {"ema": weights})
     for name in ("plain.pt", "whole.pt"):
-        assert torch.equal(load_weights(str(tmp_path / name))["weight"], torch.ones(3)), "averaged ones first"
+        assert torch.equal(load_weights(str(tmp_path / name))["weight"], torch.ones(3)), (
+            "averaged ones first"
+        )
     torch.save({"weight": Code(tmp_path / "it-ran")}, tmp_path / "code.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("no weights")
@@ -253,7 +285,11 @@ def test_weights_come_from_a_checkpoint_or_a_state_dict_and_from_nothing_else(tm
 @pytest.mark.flags("06_imagenet.py", "--checkpoint-every")
 def test_a_save_interval_counts_steps_or_seconds():
     interval = SaveInterval("3")
-    assert [step for step in range(1, 10) if interval.planned(step)] == [3, 6, 9] and not interval.overdue()
+    assert [step for step in range(1, 10) if interval.planned(step)] == [
+        3,
+        6,
+        9,
+    ] and not interval.overdue()
     interval = SaveInterval("1s")
     assert not interval.overdue() and not interval.planned(1)
     interval.last_save -= 1

@@ -52,13 +52,17 @@ def edition(monkeypatch, tmp_path):
     """A function (English, Chinese) -> problems, for two pages whose translation was looked at in the form above."""
     page, there = ROOT / "docs/01_snsc.md", chinese_page(ROOT / "docs/01_snsc.md")
     hashes = {
-        str(there.relative_to(ROOT)): [chinese.digest(p) for p in chinese.passages(ENGLISH) if chinese.is_prose(p)]
+        str(there.relative_to(ROOT)): [
+            chinese.digest(p) for p in chinese.passages(ENGLISH) if chinese.is_prose(p)
+        ]
     }
     read = chinese.read
 
     def problems(english=ENGLISH, translation=CHINESE):
         texts = {page: english, there: translation}
-        monkeypatch.setattr(chinese, "read", lambda path: texts[path] if path in texts else read(path))
+        monkeypatch.setattr(
+            chinese, "read", lambda path: texts[path] if path in texts else read(path)
+        )
         return chinese.check(page, hashes)
 
     return problems
@@ -83,14 +87,17 @@ def test_a_changed_english_sentence_names_its_chinese_passage(edition):
 def test_a_new_english_passage_names_where_it_stands(edition):
     lines = edition(english=ENGLISH.replace("- Then that.", "- Then that.\n- At last this."))
     assert any(
-        "has before it a passage that is not translated: docs/01_snsc.md:7: 'At last this.'" in line for line in lines
+        "has before it a passage that is not translated: docs/01_snsc.md:7: 'At last this.'" in line
+        for line in lines
     ), lines
     assert any("expected ul/li/p as at docs/01_snsc.md:7" in line for line in lines), lines
 
 
 def test_a_removed_english_passage_names_the_translation_that_is_left(edition):
     lines = edition(english=ENGLISH.replace("- Then that.\n", ""))
-    assert any(re.match(r"docs/zh/01_snsc.md:6: its English passage was removed", line) for line in lines), lines
+    assert any(
+        re.match(r"docs/zh/01_snsc.md:6: its English passage was removed", line) for line in lines
+    ), lines
 
 
 @pytest.mark.parametrize(
@@ -132,7 +139,9 @@ def test_no_english_sentence_was_left_in_a_chinese_page():
         for passage in chinese.passages(page.read_text()):
             if chinese.is_prose(passage) and not passage.kind.startswith("h"):
                 plain = re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+|<[^>]+>", "", passage.text)
-                assert not re.search(r"(\b[a-z]+\b[ ,]+){8}", plain), f"{page.name}:{passage.line}: {plain}"
+                assert not re.search(r"(\b[a-z]+\b[ ,]+){8}", plain), (
+                    f"{page.name}:{passage.line}: {plain}"
+                )
 
 
 def test_words_without_a_translation_are_named(tmp_path):
@@ -141,15 +150,21 @@ def test_words_without_a_translation_are_named(tmp_path):
         Phrases(file).translate("`--lr`") == "`--lr`"
         and Phrases(file).translate("1.5 (1.0 to 2.0)") == "1.5（1.0 至 2.0）"
     )
-    with pytest.raises(PhraseError, match=r"no Chinese for 'a new heading': add it to docs/zh/tables\.json"):
+    with pytest.raises(
+        PhraseError, match=r"no Chinese for 'a new heading': add it to docs/zh/tables\.json"
+    ):
         Phrases(file).translate("a new heading")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs/figures").glob("*.png")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/figures").glob("*.png")), ids=lambda path: path.stem
+)
 def test_a_chinese_figure_is_drawn_from_what_the_english_one_is_drawn_from(path):
     source = chinese_figures.source(Image.open(path).text["Source"])
     there = Image.open(ROOT / "docs/figures/zh" / path.name).text["Source"]
-    assert there == source, f"docs/figures/zh/{path.name} is stale: make charts; python tools/book/pictures.py"
+    assert there == source, (
+        f"docs/figures/zh/{path.name} is stale: make charts; python tools/book/pictures.py"
+    )
 
 
 def test_a_figure_stays_english_when_its_chinese_copy_is_drawn(monkeypatch, tmp_path):
@@ -162,6 +177,9 @@ def test_a_figure_stays_english_when_its_chinese_copy_is_drawn(monkeypatch, tmp_
     shown = plt.get_fignums()
     chinese_figures.save(fig, "copy", "0")
     need(None if (tmp_path / "copy.png").exists() else "not installed: the font of Chinese figures")
-    assert ax.get_xlabel() == "machines" and ax.get_yticklabels()[0].get_text() == "03, torchrun, 2 processes"
+    assert (
+        ax.get_xlabel() == "machines"
+        and ax.get_yticklabels()[0].get_text() == "03, torchrun, 2 processes"
+    )
     assert plt.get_fignums() == shown, "a notebook would show the copy"
     plt.close(fig)

@@ -69,7 +69,8 @@ def test_every_offset_is_drawn_equally_often_with_and_without_the_mirror():
     assert (row.min(), row.max(), column.min(), column.max()) == (12, 20, 12, 20)
     drawn = ((row - 12) * 9 + column - 12) * 2 + mirrored
     counts = drawn.bincount(minlength=81 * 2)
-    assert counts.min() > 55 and counts.max() < 145  # 100 each, within four and a half standard deviations
+    # 100 each, within four and a half standard deviations
+    assert counts.min() > 55 and counts.max() < 145
 
 
 @pytest.mark.parametrize(("side", "border"), [(28, 3), (32, 4), (64, 8)])
@@ -139,9 +140,14 @@ def test_a_batch_is_fetched_by_one_index_operation():
 
 def test_workers_deliver_the_same_photographs(large_folder):
     _, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
-    plain, worked = (list(data.build_loader(test, flags("--batch-size", 3, "--workers", n))) for n in (0, 2))
+    plain, worked = (
+        list(data.build_loader(test, flags("--batch-size", 3, "--workers", n))) for n in (0, 2)
+    )
     assert [len(targets) for _, targets in plain] == [3, 3, 2]
-    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(plain, worked, strict=True))
+    assert all(
+        torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+        for a, b in zip(plain, worked, strict=True)
+    )
 
 
 def test_a_last_batch_of_one_image_is_left_out_of_training_and_kept_in_evaluation():
@@ -149,7 +155,9 @@ def test_a_last_batch_of_one_image_is_left_out_of_training_and_kept_in_evaluatio
     given = flags("--batch-size", 8)
     assert [len(t) for _, t in data.build_loader(images, given, range(17), train=True)] == [8, 8]
     assert [len(t) for _, t in data.build_loader(images, given)] == [8, 8, 1]
-    with pytest.raises(UserError, match="1 training image per process: expected 2 or more; raise --limit"):
+    with pytest.raises(
+        UserError, match="1 training image per process: expected 2 or more; raise --limit"
+    ):
         data.build_loader(images, given, range(1), train=True)
 
 
@@ -169,7 +177,9 @@ def test_a_limit_takes_the_same_images_of_every_class():
 
 @pytest.mark.flags("01 to 05", "--limit")
 def test_a_limit_of_a_folder_takes_images_of_every_class(small_folder):
-    few, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", small_folder, "--limit", 12))
+    few, test = data.build_datasets(
+        flags("--dataset", "folder", "--data-dir", small_folder, "--limit", 12)
+    )
     assert len(few) == 12 and few.targets.bincount(minlength=2).min() >= 2 and len(test) == 24
 
 
@@ -196,7 +206,11 @@ data.build_transforms(sets[0], args, torch.device("cpu"))
 print((peak_memory() - before) / sum(s.images.nbytes for s in sets))
 """
     env = {"PYTHONPATH": str(ROOT), "PATH": ""}
-    copies = float(subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True).stdout)
+    copies = float(
+        subprocess.run(
+            [sys.executable, "-c", code], env=env, check=True, capture_output=True
+        ).stdout
+    )
     assert 1 <= copies < 1.5
 
 
@@ -229,11 +243,19 @@ def test_small_images_of_several_sizes_are_decoded_as_they_come(small_folder):
 def test_large_images_are_cropped_to_what_a_network_expects(large_folder):
     train, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
     assert (len(train), len(test), train.in_memory) == (24, 8, False)
-    images, targets = next(iter(data.build_loader(train, flags("--batch-size", 2, "--workers", 0), [0, 20])))
-    assert images.shape == (2, 3, 224, 224) and images.dtype == torch.uint8 and targets.tolist() == [0, 1]
+    images, targets = next(
+        iter(data.build_loader(train, flags("--batch-size", 2, "--workers", 0), [0, 20]))
+    )
+    assert (
+        images.shape == (2, 3, 224, 224)
+        and images.dtype == torch.uint8
+        and targets.tolist() == [0, 1]
+    )
     assert not torch.equal(train[0][0], train[0][0]), "a random crop of a training image"
     assert torch.equal(test[0][0], test[0][0]), "the same crop of a test image"
-    plain, _ = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder, "--no-augment"))
+    plain, _ = data.build_datasets(
+        flags("--dataset", "folder", "--data-dir", large_folder, "--no-augment")
+    )
     assert torch.equal(plain[0][0], plain[0][0])
 
 
@@ -241,10 +263,13 @@ def test_a_test_image_is_torchvisions_resized_and_centre_cropped(large_folder):
     _, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
     with Image.open(large_folder / "val" / "cat" / "000.jpg") as image:
         expected = F.pil_to_tensor(F.center_crop(F.resize(image, 256), 224))
-    assert (test[0][0].int() - expected.int()).abs().float().mean() < 2  # decoders differ by a level or two
+    # decoders differ by a level or two
+    assert (test[0][0].int() - expected.int()).abs().float().mean() < 2
 
 
-@pytest.mark.parametrize("kind", ["grey.png", "alpha.png", "palette.png", "bitmap.bmp", "print.jpg"])
+@pytest.mark.parametrize(
+    "kind", ["grey.png", "alpha.png", "palette.png", "bitmap.bmp", "print.jpg"]
+)
 def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind):
     path = tmp_path / kind
     mode = {"grey": "L", "alpha": "RGBA", "palette": "P", "bitmap": "RGB", "print": "CMYK"}
@@ -260,7 +285,9 @@ def test_a_damaged_image_is_named_in_one_line_also_when_a_worker_finds_it(large_
     damaged = large_folder / "train" / "dog" / "003.jpg"
     damaged.write_bytes(damaged.read_bytes()[:2000])
     train, _ = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
-    loader = data.build_loader(train, flags("--batch-size", 8, "--workers", 1), range(24), train=True)
+    loader = data.build_loader(
+        train, flags("--batch-size", 8, "--workers", 1), range(24), train=True
+    )
     with pytest.raises(UserError, match=re.escape(f"{damaged} cannot be read as an image")):
         list(loader)
 
@@ -276,8 +303,12 @@ def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     rows = {}
     for name in [f"data_batch_{k}" for k in range(1, 6)] + ["test_batch"]:
         rows[name] = rng.integers(0, 256, (20, 3072), dtype=np.uint8)
-        (folder / name).write_bytes(pickle.dumps({"data": rows[name], "labels": [k % 10 for k in range(20)]}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(k) for k in range(10)]}))
+        (folder / name).write_bytes(
+            pickle.dumps({"data": rows[name], "labels": [k % 10 for k in range(20)]})
+        )
+    (folder / "batches.meta").write_bytes(
+        pickle.dumps({"label_names": [str(k) for k in range(10)]})
+    )
     given = flags("--dataset", "cifar10", "--data-dir", tmp_path)
     with pytest.raises(
         UserError, match=r"cannot read cifar10 .*add --download"
@@ -289,15 +320,22 @@ def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     assert (len(train), len(test), train.num_classes, train.channels) == (100, 20, 10, 3)
     assert np.array_equal(train.images[25].flatten().numpy(), rows["data_batch_2"][5])
     assert test.targets.tolist() == [k % 10 for k in range(20)]
-    assert np.array_equal(test.__getitems__([4, 7])[0].flatten(1).numpy(), rows["test_batch"][[4, 7]])
+    assert np.array_equal(
+        test.__getitems__([4, 7])[0].flatten(1).numpy(), rows["test_batch"][[4, 7]]
+    )
 
 
 @pytest.mark.flags("01 to 05", "--dataset", "--data-dir", "--limit")
 def test_mnist_is_read_from_its_own_files(tmp_path):
     write_mnist(tmp_path / "MNIST" / "raw", 30)
-    train, test = data.build_datasets(flags("--dataset", "mnist", "--data-dir", tmp_path, "--limit", 20))
+    train, test = data.build_datasets(
+        flags("--dataset", "mnist", "--data-dir", tmp_path, "--limit", 20)
+    )
     assert train.images.shape == (20, 1, 28, 28) and test.images.shape == (30, 1, 28, 28)
-    assert test.targets.tolist() == [k % 10 for k in range(30)] and test.images[1, 0, 0, 0] == 784 % 256
+    assert (
+        test.targets.tolist() == [k % 10 for k in range(30)]
+        and test.images[1, 0, 0, 0] == 784 % 256
+    )
 
 
 def test_damaged_mnist_files_are_reported_in_one_line(tmp_path):
@@ -305,7 +343,9 @@ def test_damaged_mnist_files_are_reported_in_one_line(tmp_path):
     write_mnist(raw, 30)
     images = raw / "train-images-idx3-ubyte"
     images.write_bytes(images.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"cannot read mnist .*add --download, and first delete the files"):
+    with pytest.raises(
+        UserError, match=r"cannot read mnist .*add --download, and first delete the files"
+    ):
         data.build_datasets(flags("--dataset", "mnist", "--data-dir", tmp_path))
 
 
@@ -348,7 +388,9 @@ print(len(train), len(test))
 """
         env = {"PYTHONPATH": str(ROOT), "PATH": "", "no_proxy": "127.0.0.1"}
         command = [sys.executable, "-c", code]
-        both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        both = [
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
+        ]
         ends = [process.communicate(timeout=300)[0].splitlines()[-1] for process in both]
         server.shutdown()
     assert ends == ["10 10", "10 10"]
@@ -385,7 +427,9 @@ def test_a_folder_without_classes_is_named(tmp_path):
 def test_no_image_of_a_limited_run_is_read_twice_or_from_the_rest(tmp_path):
     write_images(tmp_path, "train", (32, 32), per_class=40)
     write_images(tmp_path, "test", (32, 32))
-    train, _ = data.build_datasets(flags("--dataset", "folder", "--data-dir", tmp_path, "--limit", 30))
+    train, _ = data.build_datasets(
+        flags("--dataset", "folder", "--data-dir", tmp_path, "--limit", 30)
+    )
     assert len({image.numpy().tobytes() for image in train.images}) == 30
     assert train.targets.bincount().min() > 5
 
@@ -400,7 +444,9 @@ def test_photographs_are_normalised_by_imagenets_numbers(large_folder):
 
 def test_a_channel_of_one_level_is_no_division_by_zero():
     """Such as the colours of grey images with an alpha channel, or a folder of black ones."""
-    train = data.MemoryImages(torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 1)
+    train = data.MemoryImages(
+        torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 1
+    )
     _, normalize = data.build_transforms(train, flags("--dataset", "folder"), CPU)
     assert normalize(train.images).abs().max() < 1e-6
     assert train.channel_stats()[1].tolist() == [1, 1, 1], "a deviation of one level"
@@ -415,7 +461,9 @@ def test_images_of_up_to_64_pixels_are_held_in_memory(tmp_path, side, in_memory)
 
 
 def test_images_that_take_too_much_memory_stay_on_the_disk(small_folder, monkeypatch):
-    limit = f"up to {folder.SMALL_SIDE} pixels per side and {folder.SMALL_BYTES / 2**30:g} GiB in total"
+    limit = (
+        f"up to {folder.SMALL_SIDE} pixels per side and {folder.SMALL_BYTES / 2**30:g} GiB in total"
+    )
     assert limit in (ROOT / "docs/data-loading.md").read_text()
     taken = 24 * 3 * 32 * 32
     given = flags("--dataset", "folder", "--data-dir", small_folder)
@@ -426,7 +474,8 @@ def test_images_that_take_too_much_memory_stay_on_the_disk(small_folder, monkeyp
 
 def as_python_3_14_starts_workers(rank):
     multiprocessing.set_start_method("forkserver", force=True)
-    sys.path.append(str(ROOT / "common"))  # for the template, which imports its copy of distributed.py
+    # for the template, which imports its copy of distributed.py
+    sys.path.append(str(ROOT / "common"))
 
 
 @pytest.mark.parametrize("script", ["01_snsc.py", "06_imagenet.py", "template/train.py"])
@@ -441,11 +490,13 @@ def test_loader_workers_end_with_a_killed_rank(script, large_folder, tmp_path):
     started = []
     try:
         ranks.wait_for(r"== step: |epoch 1/")
-        # PyTorch leaves behind a worker whose process is killed before the worker has looked up whose child it is.
+        # PyTorch leaves behind a worker whose process is killed before the worker has looked up
+        # whose child it is.
         for _ in range(1000):
             ranks.signal(0, "SIGSTOP")  # it starts no more workers
             started = psutil.Process(ranks.processes[0].pid).children(recursive=True)
-            if started and all(worker.num_threads() > 1 for worker in started):  # the second one sends the batches
+            # the second one sends the batches
+            if started and all(worker.num_threads() > 1 for worker in started):
                 break
             ranks.signal(0, "SIGCONT")
             time.sleep(0.01)

@@ -14,7 +14,18 @@ from processes import finished
 
 from tools.lab import drill, hosts
 
-TEN_STEPS = ["--dummy", 200, "--image-size", 16, "--arch", "mnist_net", "--batch-size", 20, "--epochs", 1]
+TEN_STEPS = [
+    "--dummy",
+    200,
+    "--image-size",
+    16,
+    "--arch",
+    "mnist_net",
+    "--batch-size",
+    20,
+    "--epochs",
+    1,
+]
 TEN_STEPS = list(map(str, [*TEN_STEPS, "--eval-every", 0, "--print-every", 1]))
 EVERY = 30  # steps between checkpoints; each fault comes soon after one
 
@@ -74,7 +85,9 @@ def test_a_process_that_stands_still_is_replaced(job):
         os.kill(pid, signal.SIGSTOP)
         # torchrun asks it to end, and would kill it after 30 s, which the test need not wait for.
         asked = f"Sending process {pid} closing signal SIGTERM"
-        job.wait_for(lambda: any(asked in line for _, _, line in job.lines), "the process to be asked to end")
+        job.wait_for(
+            lambda: any(asked in line for _, _, line in job.lines), "the process to be asked to end"
+        )
         os.kill(pid, signal.SIGCONT)
 
     assert job.recover(stand_still, world=3).steps_lost <= EVERY
@@ -83,7 +96,8 @@ def test_a_process_that_stands_still_is_replaced(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mend", "store", "damage"])  # "cut" is the first half of "mend"
 def test_a_drill_is_passed(job, name):
-    drill.DRILLS[name](job)  # it fails by itself if the training does not do what its docstring says
+    # it fails by itself if the training does not do what its docstring says
+    drill.DRILLS[name](job)
 
 
 @pytest.mark.slow
@@ -95,7 +109,9 @@ def test_processes_may_be_killed_one_after_the_other(job):
 def test_a_stopped_training_is_saved_and_the_same_commands_go_on_to_the_end(job):
     assert job.stop() == [128 + signal.SIGTERM] * 3
     stopped = job.position
-    assert any(f"stopped by a signal after step {stopped}: saved" in line for _, _, line in job.lines)
+    assert any(
+        f"stopped by a signal after step {stopped}: saved" in line for _, _, line in job.lines
+    )
     job.flags += ["--epochs", math.ceil((stopped + 1) / 50)]
     job.start(0, 1, 2)
     assert [process.wait(drill.PATIENCE) for process in job.running.values()] == [0, 0, 0]
@@ -104,7 +120,9 @@ def test_a_stopped_training_is_saved_and_the_same_commands_go_on_to_the_end(job)
 
     job.start(0)
     assert job.running[0].wait(drill.PATIENCE) == 1
-    assert job.lines[-1][2].startswith("06_elastic.sh: job drill is closed: it has finished, or one machine has")
+    assert job.lines[-1][2].startswith(
+        "06_elastic.sh: job drill is closed: it has finished, or one machine has"
+    )
 
 
 @pytest.mark.slow
@@ -112,7 +130,9 @@ def test_a_second_store_is_told_that_the_port_is_taken(training):
     command = ["python", "launch/store.py", "--port", drill.PORT]
     code, out, err = finished(training.hosts.popen(drill.STORE, *command))
     assert (code, out) == (1, "") and len(err.splitlines()) == 1
-    assert err.startswith("store.py: error: port 29400: Address already in use; stop the process that uses it")
+    assert err.startswith(
+        "store.py: error: port 29400: Address already in use; stop the process that uses it"
+    )
     with pytest.raises(drill.DrillFailed, match=r"^store\.py: error: port 29400: Address"):
         training.start_store()  # at once, in the words of the store
 
@@ -127,10 +147,20 @@ def with_variables(**variables):
 
 @pytest.mark.slow
 def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tmp_path):
-    given = [ROOT / "launch/06_one_node.sh", *TEN_STEPS, "--checkpoints-path", tmp_path / "checkpoints"]
+    given = [
+        ROOT / "launch/06_one_node.sh",
+        *TEN_STEPS,
+        "--checkpoints-path",
+        tmp_path / "checkpoints",
+    ]
     for processes, line in (("2", "== step: [  10/10] [1/1]"), ("1", "after step 10 of 10")):
         end = subprocess.run(
-            given, cwd=tmp_path, env=with_variables(PROCESSES=processes), capture_output=True, text=True, timeout=300
+            given,
+            cwd=tmp_path,
+            env=with_variables(PROCESSES=processes),
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert end.returncode == 0, end.stderr
         assert f"world size {processes}" in end.stdout and line in end.stdout
@@ -141,7 +171,9 @@ def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tm
 def test_on_two_machines_each_is_told_its_number(hosts, tmp_path):
     env = with_variables(MASTER=hosts.addresses[0], PROCESSES="1", INTERFACE="eth0")
     given = [*TEN_STEPS, "--checkpoints-path", tmp_path]
-    second, first = (hosts.popen(k, ROOT / "launch/06_static.sh", k, *given, env=env) for k in (1, 0))
+    second, first = (
+        hosts.popen(k, ROOT / "launch/06_static.sh", k, *given, env=env) for k in (1, 0)
+    )
     for process in (first, second):
         code, out, err = finished(process)
         assert code == 0, err
@@ -155,7 +187,9 @@ def test_a_machine_without_a_right_number_is_told_so(number):
     end = subprocess.run([ROOT / "launch/06_static.sh", *number], capture_output=True, text=True)
     found = re.escape(number[0]) if number else ""
     assert end.returncode == 2 and len(end.stderr.splitlines()) == 1
-    assert re.match(rf"06_static\.sh: error: machine number '{found}': expected 0 to 1 as the first", end.stderr)
+    assert re.match(
+        rf"06_static\.sh: error: machine number '{found}': expected 0 to 1 as the first", end.stderr
+    )
 
 
 @pytest.mark.slow
@@ -164,7 +198,9 @@ def test_a_torchrun_that_ends_is_started_again_a_limited_number_of_times(tmp_pat
     fake.write_text("#!/bin/sh\necho started\nexit 3\n")
     fake.chmod(0o755)
     env = with_variables(TRIES="2", PAUSE="0") | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    end = subprocess.run([ROOT / "launch/06_elastic.sh"], env=env, capture_output=True, text=True, timeout=300)
+    end = subprocess.run(
+        [ROOT / "launch/06_elastic.sh"], env=env, capture_output=True, text=True, timeout=300
+    )
     assert (end.returncode, end.stdout) == (3, "started\n" * 3)
     assert end.stderr.splitlines() == [
         "06_elastic.sh: torchrun exited with code 3; restarting in 0 s, 1 more tries",

@@ -17,7 +17,11 @@ from common.errors import UserError
 from tools import experiments, records
 from tools.experiments import Machine
 
-LAPTOP, ONE_GPU, BOX = Machine("cpu", 2, "laptop"), Machine("cuda", 1, "one-gpu"), Machine("cuda", 8, "box")
+LAPTOP, ONE_GPU, BOX = (
+    Machine("cpu", 2, "laptop"),
+    Machine("cuda", 1, "one-gpu"),
+    Machine("cuda", 8, "box"),
+)
 
 
 def asked(*given):
@@ -62,7 +66,10 @@ def test_the_recorded_runs_are_those_of_todays_experiments(name):
 
 
 def test_on_gpus_a_run_trains_long_enough_to_be_measured():
-    flags = {re.search(r"--limit (\d+) --epochs (\d+)", command).groups() for command in commands("speed", BOX)}
+    flags = {
+        re.search(r"--limit (\d+) --epochs (\d+)", command).groups()
+        for command in commands("speed", BOX)
+    }
     assert flags == {("50000", str(8 * n)) for n in (1, 2, 4, 8)}
     assert all(" --epochs 1 " in command for command in commands("speed", LAPTOP))
 
@@ -97,33 +104,48 @@ def test_flags_stand_in_the_commands_that_they_change(monkeypatch, capsys, tmp_p
 
 @pytest.mark.flags("tools/experiments.py", "--processes")
 def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
-    assert counts(commands("speed", LAPTOP)) == {1, 2} and counts(commands("speed", BOX)) == {1, 2, 4, 8}
+    assert counts(commands("speed", LAPTOP)) == {1, 2} and counts(commands("speed", BOX)) == {
+        1,
+        2,
+        4,
+        8,
+    }
     assert counts(commands("speed", ONE_GPU)) == {1}
-    assert counts(commands("accuracy", LAPTOP)) == {2, 4, 8, 16} and counts(commands("accuracy", BOX)) == {2, 4, 8}
+    assert counts(commands("accuracy", LAPTOP)) == {2, 4, 8, 16} and counts(
+        commands("accuracy", BOX)
+    ) == {2, 4, 8}
     assert counts(commands("accuracy", LAPTOP._replace(memory=8 * 2**30))) == {2, 4}
     assert counts(commands("syncbn", LAPTOP)) == {2, 4}
-    assert counts(commands("scaling", LAPTOP)) == {1, 2, 3, 4, 6, 8} and counts(commands("scaling", BOX)) == {
+    assert counts(commands("scaling", LAPTOP)) == {1, 2, 3, 4, 6, 8} and counts(
+        commands("scaling", BOX)
+    ) == {
         1,
         2,
         4,
         8,
     }
     assert counts(commands("scaling", LAPTOP, "--processes", 1, 5, 6)) == {1, 5, 6}
-    with pytest.raises(UserError, match="--processes 16: 8 GPUs here, and each process needs its own"):
+    with pytest.raises(
+        UserError, match="--processes 16: 8 GPUs here, and each process needs its own"
+    ):
         commands("speed", BOX, "--processes", 16)
     for name, needs in (
         ("syncbn", "two processes"),
         ("accuracy", "one process and more"),
         ("scaling", "1, 2 and more"),
     ):
-        with pytest.raises(UserError, match=rf"{name} needs {needs}.*, found 1 on 1 GPU: .*--processes 1 2 4"):
+        with pytest.raises(
+            UserError, match=rf"{name} needs {needs}.*, found 1 on 1 GPU: .*--processes 1 2 4"
+        ):
             commands(name, ONE_GPU)
     with pytest.raises(UserError, match="syncbn needs two processes or more, found 1 on 2 cores"):
         commands("syncbn", LAPTOP, "--processes", 1)
 
 
 @pytest.mark.flags("tools/experiments.py", "--list", "--dry-run")
-def test_a_list_goes_on_after_an_experiment_that_this_machine_cannot_do(monkeypatch, capsys, tmp_path):
+def test_a_list_goes_on_after_an_experiment_that_this_machine_cannot_do(
+    monkeypatch, capsys, tmp_path
+):
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
     monkeypatch.setattr(Machine, "here", lambda: ONE_GPU)
     experiments.main(asked("--list"))
@@ -159,13 +181,22 @@ def test_synchronised_batch_norm_is_compared_on_the_same_images_in_a_step():
     assert len(synced) == 8
     for command in synced:
         assert command.removesuffix(" --sync-bn") in plan
-        n, batch = (int(re.search(rf"{flag}[= ](\d+)", command)[1]) for flag in ("--nproc-per-node", "--batch-size"))
-        alone = [c for c in plan if c.startswith("python 01_snsc.py") and f"--batch-size {n * batch} " in c]
+        n, batch = (
+            int(re.search(rf"{flag}[= ](\d+)", command)[1])
+            for flag in ("--nproc-per-node", "--batch-size")
+        )
+        alone = [
+            c
+            for c in plan
+            if c.startswith("python 01_snsc.py") and f"--batch-size {n * batch} " in c
+        ]
         assert len(alone) == 1, "one process with the same global batch, once"
 
 
 def test_every_second_repeat_runs_in_reverse_order():
-    plan = [re.sub(r" --seed \d+", "", command) for command in commands("speed", LAPTOP, "--repeats", 3)]
+    plan = [
+        re.sub(r" --seed \d+", "", command) for command in commands("speed", LAPTOP, "--repeats", 3)
+    ]
     third = len(plan) // 3
     first, second, last = plan[:third], plan[third : 2 * third], plan[2 * third :]
     assert first == last == second[::-1] != second
@@ -178,23 +209,36 @@ def test_srun_is_left_out_where_it_does_not_answer(monkeypatch):
 
 
 def test_the_commands_of_the_readme_and_the_notebooks_are_taken():
-    texts = [(ROOT / name).read_text() for name in ("docs/performance.md", "results/README.md", "tools/experiments.py")]
+    texts = [
+        (ROOT / name).read_text()
+        for name in ("docs/performance.md", "results/README.md", "tools/experiments.py")
+    ]
     texts += [path.read_text() for path in (ROOT / "notebooks").glob("*.ipynb")]
     found = {
         m
         for text in texts
-        for m in re.findall(r"python tools/experiments\.py((?: (?:--list|--dry-run|[a-z]+))+)", text)
+        for m in re.findall(
+            r"python tools/experiments\.py((?: (?:--list|--dry-run|[a-z]+))+)", text
+        )
     }
-    assert {" --list", " speed", " syncbn", " accuracy", " scaling"} <= {re.sub(r" --dry-run$", "", m) for m in found}
+    assert {" --list", " speed", " syncbn", " accuracy", " scaling"} <= {
+        re.sub(r" --dry-run$", "", m) for m in found
+    }
     for given in found:
         assert asked(*given.split())
 
 
 def test_a_name_that_will_not_do_is_answered_with_those_that_will(capsys):
     for given, expected in (
-        (["sped"], "sped: no such experiment, expected one or more of speed, syncbn, accuracy, scaling"),
+        (
+            ["sped"],
+            "sped: no such experiment, expected one or more of speed, syncbn, accuracy, scaling",
+        ),
         ([], "name one or more of speed, syncbn, accuracy, scaling, or see --list"),
-        (["speed", "--machine", "../mine"], "argument --machine: '../mine' given, expected letters, digits"),
+        (
+            ["speed", "--machine", "../mine"],
+            "argument --machine: '../mine' given, expected letters, digits",
+        ),
     ):
         with pytest.raises(SystemExit) as end:
             asked(*given)
@@ -210,11 +254,24 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
-TINY = ["--machine", "tiny", "--processes", 1, 2, "--arch", "mnist_net", "--epochs", 1, "--data-dir"]
+TINY = [
+    "--machine",
+    "tiny",
+    "--processes",
+    1,
+    2,
+    "--arch",
+    "mnist_net",
+    "--epochs",
+    1,
+    "--data-dir",
+]
 
 
 @pytest.mark.slow
-def test_a_stopped_experiment_goes_on_with_what_is_missing(results, small_folder, monkeypatch, capsys):
+def test_a_stopped_experiment_goes_on_with_what_is_missing(
+    results, small_folder, monkeypatch, capsys
+):
     given = ["accuracy", *TINY, small_folder]
     execute, calls = experiments.execute, []
 
@@ -231,12 +288,16 @@ def test_a_stopped_experiment_goes_on_with_what_is_missing(results, small_folder
     assert [r["command"] for r in records.read(path)] == calls[:2]
 
     seen = capsys.readouterr().out
-    assert "[1/4] python 01_snsc.py" in seen and "[2/4] torchrun" in seen and "== test: [1/1]" in seen
+    assert (
+        "[1/4] python 01_snsc.py" in seen and "[2/4] torchrun" in seen and "== test: [1/1]" in seen
+    )
     assert re.search(r"recorded; 0:00:\d\d passed, about 0:00:\d\d left", seen)
 
     experiments.main(asked(*given, "--dry-run"))
     missing = capsys.readouterr().out.splitlines()
-    assert missing[-2:] == [c for c in commands(*given[:1], LAPTOP, *given[1:]) if c not in calls[:2]]
+    assert missing[-2:] == [
+        c for c in commands(*given[:1], LAPTOP, *given[1:]) if c not in calls[:2]
+    ]
     experiments.main(asked(*given))
     one, *several = records.read(path)
     assert len(several) == 3 and len({r["command"] for r in several}) == 3
@@ -251,7 +312,9 @@ def test_a_stopped_experiment_goes_on_with_what_is_missing(results, small_folder
 def test_a_run_that_fails_says_why_and_leaves_nothing(results, small_folder, capsys):
     (small_folder / "train/cat/000.png").write_bytes(b"no image")
     one = experiments.plan("accuracy", LAPTOP, asked("accuracy", *TINY, small_folder))[0]
-    with pytest.raises(UserError, match=r"exit code 2: 01_snsc\.py: error: .*000\.png.*runs are kept\. The command"):
+    with pytest.raises(
+        UserError, match=r"exit code 2: 01_snsc\.py: error: .*000\.png.*runs are kept\. The command"
+    ):
         experiments.execute(one.command)
     assert list(results.iterdir()) == []
 
@@ -273,7 +336,8 @@ def test_one_failure_does_not_keep_the_other_runs_from_being_recorded(results, m
     assert experiments.recorded(results / "a/tiny.jsonl") == {"a", "c", "e"}
     capsys.readouterr()
     fail_at("a", "b", "c")
-    with pytest.raises(UserError, match=r"^b does not work"):  # two in a row: something else is wrong
+    # two in a row: something else is wrong
+    with pytest.raises(UserError, match=r"^b does not work"):
         experiments.run_all(todo)
     assert "[3/5] c" not in capsys.readouterr().out
 
@@ -304,7 +368,10 @@ def test_launch_seconds_end_where_the_header_is_printed(results, tmp_path, monke
 
 def test_the_time_left_is_in_proportion_to_the_images(results, monkeypatch, capsys):
     """100 images take 20 s, so 800 take 160 s. Then 700 take 180 s, so 200 take 51 s."""
-    todo = [(results / "a/tiny.jsonl", experiments.Run(str(images), images)) for images in (100, 600, 200)]
+    todo = [
+        (results / "a/tiny.jsonl", experiments.Run(str(images), images))
+        for images in (100, 600, 200)
+    ]
     now = 0
 
     def execute(command):
@@ -327,7 +394,9 @@ def test_a_spread_is_the_median_with_least_and_greatest():
 def test_half_a_run_counts_as_none(results):
     path = results / "tiny.jsonl"
     path.parent.mkdir()
-    lines = [{"command": f"a --epochs 3 --log-file {path}", "epoch": k} for k in (1, 2)] + [{"command": "bench"}]
+    lines = [{"command": f"a --epochs 3 --log-file {path}", "epoch": k} for k in (1, 2)] + [
+        {"command": "bench"}
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert experiments.recorded(path) == {"bench"}
     with path.open("a") as file:
@@ -339,7 +408,9 @@ def test_half_a_run_counts_as_none(results):
 def test_a_file_that_holds_no_records_is_named_before_anything_runs(results, capsys):
     (results / "speed").mkdir(parents=True)
     (results / "speed/tiny.jsonl").write_text('{"command": "a"}\nhello\n')
-    with pytest.raises(records.RecordError, match=r"tiny\.jsonl, line 2: 'hello' given, expected a record as JSON"):
+    with pytest.raises(
+        records.RecordError, match=r"tiny\.jsonl, line 2: 'hello' given, expected a record as JSON"
+    ):
         experiments.main(asked("speed", "--machine", "tiny"))
 
 
@@ -347,11 +418,29 @@ def test_a_file_that_holds_no_records_is_named_before_anything_runs(results, cap
 def test_ctrl_c_stops_the_run_and_leaves_neither_processes_nor_half_a_record(tmp_path):
     write_images(tmp_path, "train", (32, 32))
     write_images(tmp_path, "test", (32, 32))
-    code = "import sys; from pathlib import Path; sys.argv[0] = 'tools/experiments.py'; from tools import experiments; "
-    code += f"experiments.RESULTS = Path({str(tmp_path / 'results')!r}); from common.errors import one_line_errors\n"
-    code += "plan = experiments.plan; experiments.plan = lambda *given: plan(*given)[1:]\n"  # begin with torchrun
+    code = (
+        "import sys; from pathlib import Path; sys.argv[0] = 'tools/experiments.py'; from tools "
+        "import experiments; "
+    )
+    code += (
+        f"experiments.RESULTS = Path({str(tmp_path / 'results')!r}); from common.errors import "
+        "one_line_errors\n"
+    )
+    # begin with torchrun
+    code += "plan = experiments.plan; experiments.plan = lambda *given: plan(*given)[1:]\n"
     code += "with one_line_errors(): experiments.main(experiments.parse_args())"
-    given = ["accuracy", "--machine", "tiny", "--processes", "1", "2", "--data-dir", tmp_path, "--epochs", "100000"]
+    given = [
+        "accuracy",
+        "--machine",
+        "tiny",
+        "--processes",
+        "1",
+        "2",
+        "--data-dir",
+        tmp_path,
+        "--epochs",
+        "100000",
+    ]
     process = start("-c", code, *given)
     for line in process.stdout:
         if "== test: [2/" in line:
@@ -395,15 +484,23 @@ def test_records_on_the_way_to_a_chart_are_checked(tmp_path):
         (float("nan"), float),
         (1, list),
     ):
-        with pytest.raises(records.RecordError, match=r"me\.jsonl, line 1: x is .*, expected a value of type"):
+        with pytest.raises(
+            records.RecordError, match=r"me\.jsonl, line 1: x is .*, expected a value of type"
+        ):
             load(line | {"x": value}, {"x": kind})
     with pytest.raises(
-        records.RecordError, match=r"line 1: no column 'y', but device, .*experiments.py speed --machine me"
+        records.RecordError,
+        match=r"line 1: no column 'y', but device, .*experiments.py speed --machine me",
     ):
         load(line, {"y": int})
-    with pytest.raises(records.RecordError, match=r"no .*you\.jsonl, expected one of me \(make charts MACHINE=me\)"):
+    with pytest.raises(
+        records.RecordError, match=r"no .*you\.jsonl, expected one of me \(make charts MACHINE=me\)"
+    ):
         records.load("speed", "you", {}, results=tmp_path)
-    with pytest.raises(records.RecordError, match=r"no .*me\.jsonl; record some: python tools/experiments.py scaling"):
+    with pytest.raises(
+        records.RecordError,
+        match=r"no .*me\.jsonl; record some: python tools/experiments.py scaling",
+    ):
         records.load("scaling", "me", {}, results=tmp_path)
 
 

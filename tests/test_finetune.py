@@ -48,7 +48,10 @@ def test_a_new_head_replaces_the_last_layer_alone_and_says_so(arch, head):
 def test_a_head_for_as_many_classes_is_new_too():
     model, before = model_of("small_net", 4), model_of("small_net", 4).state_dict()
     weights, _ = finetune.replace_head(model, before, 4)
-    assert weights["17.weight"] is not before["17.weight"] and weights["0.weight"] is before["0.weight"]
+    assert (
+        weights["17.weight"] is not before["17.weight"]
+        and weights["0.weight"] is before["0.weight"]
+    )
 
 
 def test_frozen_weights_are_not_trained_and_frozen_batch_norm_does_not_move():
@@ -56,34 +59,62 @@ def test_frozen_weights_are_not_trained_and_frozen_batch_norm_does_not_move():
     model.eval()  # as after an evaluation
     finetune.freeze(model, Prefixes(["conv1", "bn1", "layer1", "layer2"]))
     finetune.train_mode(model, Prefixes(["conv1", "bn1", "layer1", "layer2"]))
-    assert not model.bn1.training and not model.layer1[0].bn1.training and model.layer3[0].bn1.training
+    assert (
+        not model.bn1.training and not model.layer1[0].bn1.training and model.layer3[0].bn1.training
+    )
     trained = {id(p) for group in parameter_groups(model, 0.1) for p in group["params"]}
-    assert trained == {id(p) for name, p in model.named_parameters() if name.startswith(("layer3", "layer4", "fc"))}
+    assert trained == {
+        id(p) for name, p in model.named_parameters() if name.startswith(("layer3", "layer4", "fc"))
+    }
 
 
 def test_a_number_is_a_whole_number_in_the_beginning_of_a_name():
     model = model_of("small_net", 4)
     finetune.freeze(model, Prefixes(["0", "1"]))
-    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"0.weight", "1.weight", "1.bias"}
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
+        "0.weight",
+        "1.weight",
+        "1.bias",
+    }
     finetune.train_mode(model, Prefixes(["1"]))
-    assert [module.training for module in model if isinstance(module, torch.nn.BatchNorm2d)] == [False] + 4 * [True]
+    assert [module.training for module in model if isinstance(module, torch.nn.BatchNorm2d)] == [
+        False
+    ] + 4 * [True]
 
 
 def test_freezing_nothing_or_everything_is_refused():
     with pytest.raises(
-        UserError, match="--freeze stem: no weights have such names; expected the beginning of conv1, bn1"
+        UserError,
+        match="--freeze stem: no weights have such names; expected the beginning of conv1, bn1",
     ):
         finetune.freeze(model_of("resnet18", 4), Prefixes(["stem"]))
-    with pytest.raises(UserError, match=r"--freeze conv1,bn1,layer,fc: no weights are left to train"):
+    with pytest.raises(
+        UserError, match=r"--freeze conv1,bn1,layer,fc: no weights are left to train"
+    ):
         finetune.freeze(model_of("resnet18", 4), Prefixes(["conv1", "bn1", "layer", "fc"]))
 
 
 @pytest.mark.flags("06_imagenet.py", "--weights", "--new-head", "--freeze")
-def test_a_part_of_a_model_is_trained_on_other_classes_by_two_ranks_and_resumed(train, one_each, tmp_path):
+def test_a_part_of_a_model_is_trained_on_other_classes_by_two_ranks_and_resumed(
+    train, one_each, tmp_path
+):
     dummy = ["--dummy", 20, "--epochs", 1, "--batch-size", 10]
     assert train("before", 1, *dummy).wait() == [0]
     path = next((tmp_path / "before/checkpoints").glob("step-*.pt"))
-    other = [one_each, "--epochs", 1, "--batch-size", 20, "--lr", 1, "--weights", path, "--sync-bn", "--ema", 0.5]
+    other = [
+        one_each,
+        "--epochs",
+        1,
+        "--batch-size",
+        20,
+        "--lr",
+        1,
+        "--weights",
+        path,
+        "--sync-bn",
+        "--ema",
+        0.5,
+    ]
     refused = train("refused", 1, *other)
     assert refused.wait() == [2] and "for other classes, --new-head" in refused.output()
     flags = [*other, "--new-head", "--freeze", "features.0,features.1"]
@@ -95,7 +126,11 @@ def test_a_part_of_a_model_is_trained_on_other_classes_by_two_ranks_and_resumed(
     shared = [name for name in before if not name.startswith("classifier.3.")]
     frozen = {name for name in shared if name.startswith(("features.0.", "features.1."))}
     changed = {name for name in shared if not torch.equal(before[name], after[name])}
-    assert not frozen & changed and len(changed) > 0.5 * len(shared) and any("running_mean" in name for name in changed)
+    assert (
+        not frozen & changed
+        and len(changed) > 0.5 * len(shared)
+        and any("running_mean" in name for name in changed)
+    )
     again = train("tuned", 2, *flags, "--resume", "--epochs", 2)
     assert again.wait() == [0, 0] and "tensors loaded" not in again.output(), again.output()
     other_parts = train("tuned", 1, *other, "--resume", "--freeze", "features")
@@ -111,7 +146,9 @@ def test_weights_of_torchvision_are_downloaded_by_one_rank_and_read_by_all(monke
         return model_of("resnet18", 1000).state_dict()
 
     monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", get_state_dict)
-    monkeypatch.setattr(finetune.dist, "monitored_barrier", lambda group, timeout: calls.append("barrier"))
+    monkeypatch.setattr(
+        finetune.dist, "monitored_barrier", lambda group, timeout: calls.append("barrier")
+    )
     args = SimpleNamespace(weights="torchvision:DEFAULT", arch="resnet18", new_head=True)
     for local_rank in (0, 1):
         calls.clear()
@@ -122,10 +159,13 @@ def test_weights_of_torchvision_are_downloaded_by_one_rank_and_read_by_all(monke
 
 
 def test_weights_that_torchvision_lacks_or_cannot_download_are_one_line(monkeypatch):
-    with pytest.raises(UserError, match="torchvision has no weights for --arch small_net; name a file"):
+    with pytest.raises(
+        UserError, match="torchvision has no weights for --arch small_net; name a file"
+    ):
         finetune.download("torchvision:DEFAULT", "small_net")
     with pytest.raises(
-        UserError, match="expected one of torchvision:IMAGENET1K_V1, torchvision:IMAGENET1K_V2, torchvision"
+        UserError,
+        match="expected one of torchvision:IMAGENET1K_V1, torchvision:IMAGENET1K_V2, torchvision",
     ):
         finetune.download("torchvision:V3", "resnet50")
 
@@ -133,7 +173,9 @@ def test_weights_that_torchvision_lacks_or_cannot_download_are_one_line(monkeypa
         raise urllib.error.URLError("Name or service not known")
 
     monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", offline)
-    with pytest.raises(UserError, match=r"cannot download https://.*resnet18.*copy it into .*/checkpoints/"):
+    with pytest.raises(
+        UserError, match=r"cannot download https://.*resnet18.*copy it into .*/checkpoints/"
+    ):
         finetune.download("torchvision:DEFAULT", "resnet18")
 
 

@@ -650,7 +650,7 @@ def test_06_times_communication_on_gpus_only_if_asked_for(monkeypatch):
 
     def clock(kind, world_size, *flags):
         args, device = parse_06("--dummy", 8, "--batch-size", 4, *flags), torch.device(kind)
-        d = Distributed(0, 0, world_size, world_size, device, "gloo", "torchrun")
+        d = Distributed(0, world_size, 0, world_size, device, "gloo", "torchrun")
         return progress.Progress(args, d, GlobalBatches(8, 4, 0, world_size), None).communication
 
     assert clock("cuda", 2) is None and clock("cuda", 2, "--time-communication") == "a clock"

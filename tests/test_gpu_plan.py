@@ -16,7 +16,9 @@ from tools import gpu
 from tools.lab import same_bits
 
 PLANS = {n: gpu.plan(SimpleNamespace(devices=n, name="x"), has_data=lambda _: True) for n in (1, 8)}
-COMMANDS = sorted({command for parts in PLANS.values() for part in parts for command in part.commands})
+COMMANDS = sorted(
+    {command for parts in PLANS.values() for part in parts for command in part.commands}
+)
 
 
 def test_the_plan_is_short_and_the_most_valuable_parts_come_first():
@@ -24,16 +26,25 @@ def test_the_plan_is_short_and_the_most_valuable_parts_come_first():
         assert [part.name for part in parts][:4] == ["tests", "sync", "resume", "fp16"]
         assert all(60 * part.minutes <= gpu.PART_SECONDS for part in parts)
         assert len({part.name for part in parts}) == len(parts)
-    assert sum(part.minutes for part in PLANS[1]) <= 50 and "ddp" not in {part.name for part in PLANS[1]}
+    assert sum(part.minutes for part in PLANS[1]) <= 50 and "ddp" not in {
+        part.name for part in PLANS[1]
+    }
     assert "torchrun --nproc-per-node=8 launch/preflight.py" in str(PLANS[8])
     without = gpu.plan(SimpleNamespace(devices=1, name="x"), has_data=lambda _: False)
-    assert sum(part.minutes for part in without) <= 40, "what data/ holds is measured if it is there"
+    assert sum(part.minutes for part in without) <= 40, (
+        "what data/ holds is measured if it is there"
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_script_of_the_plan_takes_its_flags(command, monkeypatch):
-    words = shlex.split(command.format(tmp="/tmp", train="/tmp/t", input="/tmp/i", ddp="/tmp/d", peer="/tmp/p"))
-    words = [word for word in words[words.index(next(w for w in words if w in ("python", "torchrun"))) + 1 :]]
+    words = shlex.split(
+        command.format(tmp="/tmp", train="/tmp/t", input="/tmp/i", ddp="/tmp/d", peer="/tmp/p")
+    )
+    words = [
+        word
+        for word in words[words.index(next(w for w in words if w in ("python", "torchrun"))) + 1 :]
+    ]
     if words[:2] == ["-m", "pytest"] or words[0] == "tools/lab/same_bits.py":
         return
     if words[0] == "tools/lab/sync_warnings.py":
@@ -48,8 +59,12 @@ def test_every_script_of_the_plan_takes_its_flags(command, monkeypatch):
 def machine(monkeypatch, tmp_path):
     """A machine of one GPU whose plan has two parts, the second of which fails; returns its results file."""
     parts = [
-        gpu.Part("good", 1, "x", ["python -c 'print(1 + 1)'", "! timeout -s KILL 1 sleep 9", "ls {tmp}"]),
-        gpu.Part("bad", 1, "x", ["python -c 'print(7); raise SystemExit(3)'", "python -c 'print(8)'"]),
+        gpu.Part(
+            "good", 1, "x", ["python -c 'print(1 + 1)'", "! timeout -s KILL 1 sleep 9", "ls {tmp}"]
+        ),
+        gpu.Part(
+            "bad", 1, "x", ["python -c 'print(7); raise SystemExit(3)'", "python -c 'print(8)'"]
+        ),
     ]
     monkeypatch.setattr(gpu, "plan", lambda _: parts)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
@@ -72,7 +87,11 @@ def test_what_has_passed_is_recorded_and_not_run_again(machine, capfd):
         assert [record["part"] for record in records(machine)[before:]] == expected
     good, bad = records(machine)[:2]
     assert good["passed"] and good["ended"][0]["output"] == ["2"] and len(good["ended"]) == 3
-    assert not bad["passed"] and [end["code"] for end in bad["ended"]] == [3] and bad["ended"][0]["output"] == ["7"]
+    assert (
+        not bad["passed"]
+        and [end["code"] for end in bad["ended"]] == [3]
+        and bad["ended"][0]["output"] == ["7"]
+    )
     gpu.main(SimpleNamespace(parts=["good"], list=False))
     assert [record["part"] for record in records(machine)] == ["good", "bad", "bad", "good"]
     capfd.readouterr()
@@ -82,7 +101,9 @@ def test_what_has_passed_is_recorded_and_not_run_again(machine, capfd):
 
 def test_a_part_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path):
     file = tmp_path / "beats"
-    code, output = gpu.execute(f"echo begun; (while true; do echo x >> {file}; sleep 0.1; done) & wait", 2, tmp_path)
+    code, output = gpu.execute(
+        f"echo begun; (while true; do echo x >> {file}; sleep 0.1; done) & wait", 2, tmp_path
+    )
     assert code == 124 and output == ["begun"]
     beats = file.stat().st_size
     time.sleep(0.5)
@@ -92,10 +113,14 @@ def test_a_part_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path)
 def test_without_a_gpu_make_gpu_says_what_it_needs():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    end = subprocess.run(["make", "gpu", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
+    end = subprocess.run(
+        ["make", "gpu", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True
+    )
     assert end.returncode == 2
     (line,) = [line for line in end.stderr.splitlines() if not line.startswith("make")]
-    assert line.startswith("gpu.py: error: found no NVIDIA GPU that torch can use: expected one or more")
+    assert line.startswith(
+        "gpu.py: error: found no NVIDIA GPU that torch can use: expected one or more"
+    )
     assert "PYTHON=/path/to/python make gpu" in line
 
 

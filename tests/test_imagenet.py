@@ -28,7 +28,15 @@ from common.errors import UserError
 from common.models import MnistNet
 from imagenet import data, elastic, signals
 from imagenet.checkpoint import decode, load_weights, read_file
-from imagenet.data import IGNORED, DummyImages, Images, build_datasets, build_normalize, find_folders, read_image
+from imagenet.data import (
+    IGNORED,
+    DummyImages,
+    Images,
+    build_datasets,
+    build_normalize,
+    find_folders,
+    read_image,
+)
 from imagenet.elastic import GlobalBatches
 from imagenet.flags import can_compile
 from imagenet.model import build_model, parameter_groups
@@ -42,13 +50,36 @@ from imagenet.signals import EXIT_REQUEUE
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_never_was(
     train, one_each, tmp_path, world_size
 ):
-    options = [one_each, "--epochs", 4, "--batch-size", 12, "--accumulate", 2, "--sync-bn", "--ema", 0.9]
-    options += ["--amp", "bf16", "--checkpoint-every", 2, "--deterministic", "--lr", 0.5, "--warmup-epochs", 1]
+    options = [
+        one_each,
+        "--epochs",
+        4,
+        "--batch-size",
+        12,
+        "--accumulate",
+        2,
+        "--sync-bn",
+        "--ema",
+        0.9,
+    ]
+    options += [
+        "--amp",
+        "bf16",
+        "--checkpoint-every",
+        2,
+        "--deterministic",
+        "--lr",
+        0.5,
+        "--warmup-epochs",
+        1,
+    ]
     options += ["--workers", 1 if world_size == 2 else 0]
     assert train("whole", world_size, *options).wait() == [0] * world_size
     steps = sorted(random.Random(world_size).sample(range(1, 16), 5 if world_size == 2 else 2))
     for k, step in enumerate(steps):
-        codes = train("killed", world_size, *options, "--resume", kill={k % world_size: step}).wait()
+        codes = train(
+            "killed", world_size, *options, "--resume", kill={k % world_size: step}
+        ).wait()
         assert codes[k % world_size] == -9 and 0 not in codes
     last = train("killed", world_size, *options, "--resume")
     assert last.wait() == [0] * world_size, last.output()
@@ -70,7 +101,11 @@ def signalled(ranks, name, rank):
     ranks.wait_for(r"== step: \[ *3/")
     ranks.signal(rank, name)
     assert set(ranks.wait()) == {EXIT_REQUEUE}, ranks.output()
-    return int(re.search(r"stopped by a signal after step (\d+): saved, and --resume continues", ranks.output())[1])
+    return int(
+        re.search(
+            r"stopped by a signal after step (\d+): saved, and --resume continues", ranks.output()
+        )[1]
+    )
 
 
 def wait_briefly_for_torchrun(rank):
@@ -80,9 +115,14 @@ def wait_briefly_for_torchrun(rank):
 
 @pytest.mark.flags("06_imagenet.py", "--resume")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_leave(train, one_each, tmp_path, name):
-    options = [one_each, "--batch-size", 8, "--eval-every", 0]  # a signal in an evaluation: see the test below
-    step = signalled(train("run", 2, *options, "--epochs", 1000, prepare=wait_briefly_for_torchrun), name, rank=1)
+def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_leave(
+    train, one_each, tmp_path, name
+):
+    # a signal in an evaluation: see the test below
+    options = [one_each, "--batch-size", 8, "--eval-every", 0]
+    step = signalled(
+        train("run", 2, *options, "--epochs", 1000, prepare=wait_briefly_for_torchrun), name, rank=1
+    )
     assert final(tmp_path / "run")["step"] == step >= 3
     epochs = step // 5 + 1
     after = train("run", 2, *options, "--epochs", epochs, "--resume")
@@ -104,11 +144,16 @@ def send_a_signal_during_evaluation(rank):
     elastic.Votes.cast = cast
 
 
-def test_a_signal_during_an_evaluation_ends_it_and_the_resumed_run_evaluates_that_epoch(train, one_each):
+def test_a_signal_during_an_evaluation_ends_it_and_the_resumed_run_evaluates_that_epoch(
+    train, one_each
+):
     options = [one_each, "--batch-size", 20, "--epochs", 1]
     ranks = train("run", 2, *options, prepare=send_a_signal_during_evaluation)
     assert ranks.wait() == [EXIT_REQUEUE, EXIT_REQUEUE], ranks.output()
-    assert "stopped by a signal during an evaluation" in ranks.output() and "== test" not in ranks.output()
+    assert (
+        "stopped by a signal during an evaluation" in ranks.output()
+        and "== test" not in ranks.output()
+    )
     after = train("run", 2, *options, "--resume")
     assert after.wait() == [0, 0]
     assert "after step 2 of 2" in after.output() and "== step" not in after.output()
@@ -139,10 +184,16 @@ def test_importing_06_and_its_modules_leaves_the_signal_handlers_alone():
 
 def test_a_signal_that_arrives_while_torch_is_imported_asks_for_a_requeue(tmp_path):
     """A torch that takes long to import, here for ever."""
-    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "torch.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    )
     for name in ("SIGTERM", "SIGUSR1"):
         env = os.environ | {"PYTHONPATH": str(tmp_path)}
-        command = [sys.executable, "-c", "import runpy; runpy.run_path('06_imagenet.py', run_name='__main__')"]
+        command = [
+            sys.executable,
+            "-c",
+            "import runpy; runpy.run_path('06_imagenet.py', run_name='__main__')",
+        ]
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "importing\n"
         process.send_signal(getattr(signal, name))
@@ -159,19 +210,28 @@ def test_the_world_may_shrink_and_grow_and_the_training_stays_the_same(train, on
         assert -9 in train("moving", world_size, *options, "--resume", kill=kill).wait()
     last = train("moving", 3, *options, "--resume")
     assert last.wait() == [0] * 3
-    assert "4 images per process" not in last.output() and "1 to 2 images per process" in last.output()
+    assert (
+        "4 images per process" not in last.output() and "1 to 2 images per process" in last.output()
+    )
 
     still, moving = training_log(tmp_path / "still"), training_log(tmp_path / "moving")
     assert still.keys() == moving.keys() and len(still) == 12
     ranks = [len(moving[divmod(step, 4)]["pieces"]) for step in range(12)]
-    assert ranks[0] == 4 and ranks[6] == 2 * 2 and ranks[11] == 3 * 2, "micro-batches stay as small as they were"
+    assert ranks[0] == 4 and ranks[6] == 2 * 2 and ranks[11] == 3 * 2, (
+        "micro-batches stay as small as they were"
+    )
     for step in still:
         assert sorted(still[step]["targets"]) == sorted(moving[step]["targets"]), "the same images"
         assert still[step]["lr"] == moving[step]["lr"]
     for epoch in range(3):
-        assert sorted(t for step in range(4) for t in moving[epoch, step]["targets"]) == list(range(40))
-    # Dropout differs from rank to rank, and batch norm over micro-batches from that over whole ones.
-    losses = torch.tensor([[run[step]["loss"] / 10 for step in sorted(run)] for run in (still, moving)])
+        assert sorted(t for step in range(4) for t in moving[epoch, step]["targets"]) == list(
+            range(40)
+        )
+    # Dropout differs from rank to rank, and batch norm over micro-batches from that over whole
+    # ones.
+    losses = torch.tensor(
+        [[run[step]["loss"] / 10 for step in sorted(run)] for run in (still, moving)]
+    )
     assert (losses[0] - losses[1]).abs().max() < 0.5, losses
 
 
@@ -179,8 +239,22 @@ def without_dropout(rank):
     torch.nn.Dropout.forward = lambda self, x: x
 
 
-def test_ranks_and_micro_batches_that_cut_a_batch_unevenly_add_up_to_the_same_step(train, one_each, tmp_path):
-    options = [one_each, "--batch-size", 10, "--epochs", 2, "--lr", 1, "--warmup-epochs", 0, "--eval-every", 0]
+def test_ranks_and_micro_batches_that_cut_a_batch_unevenly_add_up_to_the_same_step(
+    train, one_each, tmp_path
+):
+    options = [
+        one_each,
+        "--batch-size",
+        10,
+        "--epochs",
+        2,
+        "--lr",
+        1,
+        "--warmup-epochs",
+        0,
+        "--eval-every",
+        0,
+    ]
     options += ["--clip-grad", 1, "--ema", 0.5, "--label-smoothing", 0.1, "--weight-decay", 0.01]
     worlds = {"one": (1, 1), "cut": (2, 2), "odd": (3, 1)}
     for name, (world_size, accumulate) in worlds.items():
@@ -189,7 +263,9 @@ def test_ranks_and_micro_batches_that_cut_a_batch_unevenly_add_up_to_the_same_st
         flags = [*SMALL_06, *flags, "--checkpoints-path", tmp_path / name / "c"]
         ranks = Ranks(new_folder(tmp_path, name), world_size, flags, prepare=without_dropout)
         assert ranks.wait() == [0] * world_size, ranks.output()
-    one, cut, odd = (decode(read_file(max((tmp_path / name / "c").glob("*.pt")))) for name in worlds)
+    one, cut, odd = (
+        decode(read_file(max((tmp_path / name / "c").glob("*.pt")))) for name in worlds
+    )
     begun = torch.cat([(one["model"][k] - one["ema"][k]).flatten() for k in one["model"]]).norm()
     assert begun > 0.01, "it has learned, so there was something to disagree on"
     for other in (cut, odd):
@@ -217,37 +293,78 @@ def prepare_plain_training(scaled, rank):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_training_is_that_of_a_plain_pytorch_loop(scaled, tmp_path):
     """Two ranks, two epochs of three steps; the learning rates and the parameter groups are written out here."""
-    flags = ["--dummy", 36, "--batch-size", 12, "--epochs", 2, "--arch", "mnist_net", "--seed", 5, "--lr", 2]
-    flags += ["--warmup-epochs", 1, "--clip-grad", 0.5, "--label-smoothing", 0.2, "--weight-decay", 0.05]
+    flags = [
+        "--dummy",
+        36,
+        "--batch-size",
+        12,
+        "--epochs",
+        2,
+        "--arch",
+        "mnist_net",
+        "--seed",
+        5,
+        "--lr",
+        2,
+    ]
+    flags += [
+        "--warmup-epochs",
+        1,
+        "--clip-grad",
+        0.5,
+        "--label-smoothing",
+        0.2,
+        "--weight-decay",
+        0.05,
+    ]
     flags += ["--momentum", 0.7]
-    files = ["--log-file", tmp_path / "log.jsonl", "--checkpoints-path", tmp_path / "checkpoints", "--eval-every", 0]
+    files = [
+        "--log-file",
+        tmp_path / "log.jsonl",
+        "--checkpoints-path",
+        tmp_path / "checkpoints",
+        "--eval-every",
+        0,
+    ]
     prepare = functools.partial(prepare_plain_training, scaled)
     ranks = Ranks(tmp_path, 2, [*SMALL_06, *flags, *files], prepare=prepare)
     assert ranks.wait() == [0, 0], ranks.output()
 
     images = DummyImages(36, 32, num_classes=10)
     torch.manual_seed(5)
-    model = build_model(SimpleNamespace(arch="mnist_net", channels_last=False, batch_size=12), images).eval()
+    model = build_model(
+        SimpleNamespace(arch="mnist_net", channels_last=False, batch_size=12), images
+    ).eval()
     named = dict(model.named_parameters())
-    assert [name for name, p in named.items() if p.ndim == 1] == [name for name in named if name.endswith("bias")]
+    assert [name for name, p in named.items() if p.ndim == 1] == [
+        name for name in named if name.endswith("bias")
+    ]
     optimizer = torch.optim.SGD([
         {"params": [p for name, p in named.items() if name.endswith("weight")], "weight_decay": 0.05},
         {"params": [p for name, p in named.items() if name.endswith("bias")], "weight_decay": 0},
     ], momentum=0.7, nesterov=True)  # fmt: skip
-    mean, std = (torch.tensor(x).view(3, 1, 1) for x in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375]))
+    mean, std = (
+        torch.tensor(x).view(3, 1, 1) for x in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
+    )
     peak, losses, correct = 2 * 12 / 256, [], []
     for step in range(6):
         order = torch.randperm(36, generator=torch.Generator().manual_seed(5 + step // 3))
         batch = order[12 * (step % 3) :][:12] % 64
         for group in optimizer.param_groups:
-            group["lr"] = peak * (1 + math.cos(math.pi * step / 6)) / 2 * min(1, 0.1 + 0.9 * step / 3)
+            group["lr"] = (
+                peak * (1 + math.cos(math.pi * step / 6)) / 2 * min(1, 0.1 + 0.9 * step / 3)
+            )
         outputs = model((images.images[batch] - mean) / std)
-        loss = torch.nn.functional.cross_entropy(outputs, images.targets[batch], label_smoothing=0.2)
+        loss = torch.nn.functional.cross_entropy(
+            outputs, images.targets[batch], label_smoothing=0.2
+        )
         losses.append(loss.item())
         correct.append((outputs.argmax(1) == images.targets[batch]).sum().item())
         optimizer.zero_grad()
         loss.backward()
-        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5, "clipping changes something"
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5, (
+            "clipping changes something"
+        )
         optimizer.step()
 
     for name, weight in final(tmp_path)["model"].items():
@@ -283,8 +400,22 @@ def note_seeds(folder, rank):
 
 @pytest.mark.flags("06_imagenet.py", "--accumulate")
 def test_dropout_differs_in_every_micro_batch_of_every_rank(train, tmp_path):
-    options = ["--dummy", 24, "--batch-size", 12, "--epochs", 2, "--accumulate", 2, "--eval-every", 0]
-    assert train("run", 2, *options, prepare=functools.partial(note_seeds, tmp_path)).wait() == [0, 0]
+    options = [
+        "--dummy",
+        24,
+        "--batch-size",
+        12,
+        "--epochs",
+        2,
+        "--accumulate",
+        2,
+        "--eval-every",
+        0,
+    ]
+    assert train("run", 2, *options, prepare=functools.partial(note_seeds, tmp_path)).wait() == [
+        0,
+        0,
+    ]
     seeds = [seed for file in tmp_path.glob("seeds*") for seed in file.read_text().split()]
     assert len(seeds) == 2 * 2 * 2 * 2 and len(set(seeds)) == len(seeds)
 
@@ -302,7 +433,18 @@ def tell_of_exchanges(rank):
 def test_ranks_exchange_gradients_once_per_step_however_many_micro_batches_it_has(train):
     exchanges = []
     for accumulate in (1, 3):
-        options = ["--dummy", 24, "--batch-size", 12, "--epochs", 2, "--accumulate", accumulate, "--eval-every", 0]
+        options = [
+            "--dummy",
+            24,
+            "--batch-size",
+            12,
+            "--epochs",
+            2,
+            "--accumulate",
+            accumulate,
+            "--eval-every",
+            0,
+        ]
         ranks = train(f"in{accumulate}", 2, *options, prepare=tell_of_exchanges)
         assert ranks.wait() == [0, 0], ranks.output()
         exchanges.append(ranks.output().count("exchange"))
@@ -322,16 +464,33 @@ def keep_states(folder, rank):
 @pytest.mark.parametrize("ema", [0, 0.9])
 def test_all_ranks_save_the_same_state_with_averaged_buffers_too(train, one_each, tmp_path, ema):
     options = [one_each, "--batch-size", 10, "--epochs", 1, "--eval-every", 0, "--ema", ema]
-    assert train("run", 2, *options, prepare=functools.partial(keep_states, tmp_path)).wait() == [0, 0]
+    assert train("run", 2, *options, prepare=functools.partial(keep_states, tmp_path)).wait() == [
+        0,
+        0,
+    ]
     one, other = (torch.load(tmp_path / f"state{rank}.pt", weights_only=True) for rank in range(2))
-    assert any("running_mean" in name for name in one["model"]) and (one["ema"] is None) == (ema == 0)
+    assert any("running_mean" in name for name in one["model"]) and (one["ema"] is None) == (
+        ema == 0
+    )
     assert all(same(one[part], other[part]) for part in one)
 
 
 @pytest.mark.flags("06_imagenet.py", "--ema")
 def test_the_averaged_weights_are_what_is_evaluated(train, one_each, tmp_path):
     """With an average that hardly moves, the evaluated model is the one after the first step."""
-    options = [one_each, "--batch-size", 10, "--epochs", 2, "--lr", 1, "--warmup-epochs", 0, "--ema", 0.999999]
+    options = [
+        one_each,
+        "--batch-size",
+        10,
+        "--epochs",
+        2,
+        "--lr",
+        1,
+        "--warmup-epochs",
+        0,
+        "--ema",
+        0.999999,
+    ]
     ranks = train("run", 1, *options, "--arch", "mnist_net", prepare=without_dropout)
     assert ranks.wait() == [0], ranks.output()
     accuracies = set(re.findall(r"== test: .* top-1: +([\d.]+)%", ranks.output()))
@@ -355,7 +514,20 @@ def test_the_averaged_weights_are_what_is_evaluated(train, one_each, tmp_path):
 
 def test_the_first_step_begins_the_average(train, tmp_path):
     """Not the untrained weights, which would weigh on it for a long time."""
-    options = ["--dummy", 12, "--batch-size", 12, "--epochs", 1, "--lr", 1, "--warmup-epochs", 0, "--ema", 0.5]
+    options = [
+        "--dummy",
+        12,
+        "--batch-size",
+        12,
+        "--epochs",
+        1,
+        "--lr",
+        1,
+        "--warmup-epochs",
+        0,
+        "--ema",
+        0.5,
+    ]
     assert train("run", 1, *options).wait() == [0]
     assert same(final(tmp_path / "run")["ema"], final(tmp_path / "run")["model"])
 
@@ -363,9 +535,16 @@ def test_the_first_step_begins_the_average(train, tmp_path):
 @pytest.mark.flags("06_imagenet.py", "--eval-every")
 def test_eval_every_says_after_which_epochs_a_model_is_evaluated():
     def due(every):
-        return [script.evaluation_due(SimpleNamespace(eval_every=every, epochs=5), epoch) for epoch in range(5)]
+        return [
+            script.evaluation_due(SimpleNamespace(eval_every=every, epochs=5), epoch)
+            for epoch in range(5)
+        ]
 
-    assert due(2) == [False, True, False, True, True] and due(0) == [False] * 5 and due(1) == [True] * 5
+    assert (
+        due(2) == [False, True, False, True, True]
+        and due(0) == [False] * 5
+        and due(1) == [True] * 5
+    )
 
 
 def test_loader_workers_leave_signals_to_the_process_that_trains(monkeypatch):
@@ -375,7 +554,9 @@ def test_loader_workers_leave_signals_to_the_process_that_trains(monkeypatch):
     monkeypatch.setattr(signals, "exit_with_parent", lambda: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     data._ignore_signals(0)
-    assert handlers == dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), signal.SIG_IGN)
+    assert handlers == dict.fromkeys(
+        (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), signal.SIG_IGN
+    )
 
 
 @pytest.mark.parametrize("started_by_torchrun", [True, False])
@@ -441,7 +622,9 @@ def rising_and_falling_accuracy(rank):
     correct = iter([2, 5, 3, 5])
 
     def sum_over_ranks(tensor, original=distributed.sum_over_ranks):
-        return tensor.new_tensor([next(correct), 10, 10]) if tensor.shape == (3,) else original(tensor)
+        return (
+            tensor.new_tensor([next(correct), 10, 10]) if tensor.shape == (3,) else original(tensor)
+        )
 
     distributed.sum_over_ranks = sum_over_ranks
 
@@ -460,12 +643,16 @@ def test_every_test_image_counts_once_on_any_number_of_ranks(train, one_each, tm
     assert train("run", 1, one_each, "--epochs", 1, "--batch-size", 20, "--ema", 0.5).wait() == [0]
     best = tmp_path / "run/checkpoints/best.pt"
     net = build_model(
-        SimpleNamespace(arch="mobilenet_v3_small", batch_size=2, channels_last=False), Images(one_each / "val", 32)
+        SimpleNamespace(arch="mobilenet_v3_small", batch_size=2, channels_last=False),
+        Images(one_each / "val", 32),
     )
     net.load_state_dict(load_weights(str(best)))
     images, targets, _ = Images(one_each / "val", 32).__getitems__([(0, k) for k in range(40)])
     with torch.no_grad():
-        answers = net.eval()(build_normalize(False, torch.device("cpu"))(images)).topk(5).indices == targets[:, None]
+        answers = (
+            net.eval()(build_normalize(False, torch.device("cpu"))(images)).topk(5).indices
+            == targets[:, None]
+        )
     top1, top5 = 100 * answers[:, 0].float().mean(), 100 * answers.any(dim=1).float().mean()
     for world_size in (1, 3):
         flags = [one_each, "--evaluate", "--weights", best, "--batch-size", 17]
@@ -483,7 +670,9 @@ def without_empty_batches(rank):
 
 
 def test_a_rank_without_a_test_image_leaves_the_model_alone(train):
-    ranks = train("run", 2, "--dummy", 24, "--batch-size", 12, "--epochs", 1, prepare=without_empty_batches)
+    ranks = train(
+        "run", 2, "--dummy", 24, "--batch-size", 12, "--epochs", 1, prepare=without_empty_batches
+    )
     assert ranks.wait() == [0, 0], ranks.output(1)
     assert "| 1 images |" in ranks.output()
 
@@ -494,20 +683,40 @@ def go_home(where, rank):
     os.chdir(where / f"host{rank}")
 
 
-def test_machines_without_a_shared_folder_each_keep_all_and_the_newest_good_one_of_any_wins(train, one_each, tmp_path):
-    options = [one_each, "--batch-size", 20, *SMALL_06, "--checkpoints-path", "here", "--checkpoint-every", 1]
+def test_machines_without_a_shared_folder_each_keep_all_and_the_newest_good_one_of_any_wins(
+    train, one_each, tmp_path
+):
+    options = [
+        one_each,
+        "--batch-size",
+        20,
+        *SMALL_06,
+        "--checkpoints-path",
+        "here",
+        "--checkpoint-every",
+        1,
+    ]
     home = functools.partial(go_home, tmp_path)
-    assert Ranks(new_folder(tmp_path, "one"), 2, [*options, "--epochs", 1], nodes=2, prepare=home).wait() == [0, 0]
+    assert Ranks(
+        new_folder(tmp_path, "one"), 2, [*options, "--epochs", 1], nodes=2, prepare=home
+    ).wait() == [0, 0]
     first, second = (tmp_path / f"host{rank}/here" for rank in (0, 1))
     files = ["best.pt", "step-00000001.pt", "step-00000002.pt"]
-    assert sorted(p.name for p in first.iterdir()) == sorted(p.name for p in second.iterdir()) == files
+    assert (
+        sorted(p.name for p in first.iterdir()) == sorted(p.name for p in second.iterdir()) == files
+    )
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in files)
     shutil.rmtree(first)  # this machine is lost, and comes back empty
     (second / files[2]).write_bytes(b"")
-    ranks = Ranks(new_folder(tmp_path, "two"), 2, [*options, "--epochs", 2, "--resume"], nodes=2, prepare=home)
+    ranks = Ranks(
+        new_folder(tmp_path, "two"), 2, [*options, "--epochs", 2, "--resume"], nodes=2, prepare=home
+    )
     assert ranks.wait() == [0, 0], ranks.output()
     assert "resumed from here/step-00000001.pt, after step 1 of 4" in ranks.output()
-    assert "step-00000002.pt on " in ranks.output() and "it is empty; using here/step-00000001.pt" in ranks.output()
+    assert (
+        "step-00000002.pt on " in ranks.output()
+        and "it is empty; using here/step-00000001.pt" in ranks.output()
+    )
     assert final_step(first) == final_step(second) == 4
 
 
@@ -518,7 +727,13 @@ def final_step(folder):
 @pytest.mark.flags("06_imagenet.py", "--checkpoints-path")
 def test_folders_side_by_side_on_one_disk_are_not_taken_for_a_shared_one(one_each, tmp_path):
     flags = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0, *SMALL_06]
-    ranks = Ranks(new_folder(tmp_path, "run"), 2, flags, nodes=2, prepare=functools.partial(name_a_folder, tmp_path))
+    ranks = Ranks(
+        new_folder(tmp_path, "run"),
+        2,
+        flags,
+        nodes=2,
+        prepare=functools.partial(name_a_folder, tmp_path),
+    )
     assert ranks.wait() == [0, 0], ranks.output()
     assert all((tmp_path / f"of-rank{rank}/step-00000002.pt").exists() for rank in (0, 1))
 
@@ -565,7 +780,10 @@ def test_a_damaged_image_is_named_once_and_replaced_and_too_many_end_the_run(tra
     cut_off(damaged_folder / "train/dog/000.jpg")
     ranks = train("again", 2, *options)
     assert ranks.wait() == [2, 2]
-    assert "2 of 120 images are damaged, for example " in ranks.output() and "expected at most 1%" in ranks.output()
+    assert (
+        "2 of 120 images are damaged, for example " in ranks.output()
+        and "expected at most 1%" in ranks.output()
+    )
 
 
 class Paths(list):
@@ -579,11 +797,15 @@ def test_one_image_in_a_hundred_may_be_damaged(alone):
     damaged.add(torch.tensor([7]))
     damaged.sync()
     damaged.add(torch.tensor([5]))
-    with pytest.raises(UserError, match=r"^2 of 100 images are damaged, for example 5\.jpg: expected at most 1%"):
+    with pytest.raises(
+        UserError, match=r"^2 of 100 images are damaged, for example 5\.jpg: expected at most 1%"
+    ):
         damaged.sync()
 
 
-def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_second_run(train, one_each, tmp_path):
+def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_second_run(
+    train, one_each, tmp_path
+):
     options = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0]
     assert train("run", 1, *options).wait() == [0]
     other = write_images(tmp_path / "other", "train", (40, 44), CLASSES, 2, ".jpg").parent / "other"
@@ -598,15 +820,28 @@ def test_a_resumed_run_of_another_network_or_other_data_is_refused_and_so_is_a_s
     running = {message: train("run", 1, *flags) for message, flags in refused.items()}
     for message, ranks in running.items():
         assert ranks.wait() == [2] and message in ranks.output(), ranks.output()
-    other = [*options, *SMALL_06, "--resume", "--arch", "resnet18", "--checkpoints-path", tmp_path / "run/checkpoints"]
+    other = [
+        *options,
+        *SMALL_06,
+        "--resume",
+        "--arch",
+        "resnet18",
+        "--checkpoints-path",
+        tmp_path / "run/checkpoints",
+    ]
     ranks = Ranks(new_folder(tmp_path, "arch"), 1, other)
-    assert ranks.wait() == [2] and "of a run with --arch mobilenet_v3_small: expected the same" in ranks.output()
+    assert (
+        ranks.wait() == [2]
+        and "of a run with --arch mobilenet_v3_small: expected the same" in ranks.output()
+    )
     ranks = train("run", 2, *options)
     assert ranks.wait() == [2, 2], "no rank waits for one that has refused"
     assert all("holds checkpoints already" in ranks.output(rank) for rank in range(2))
 
 
-def test_a_resumed_run_cuts_batches_as_the_flags_say_or_into_micro_batches_as_small_as_before(capsys):
+def test_a_resumed_run_cuts_batches_as_the_flags_say_or_into_micro_batches_as_small_as_before(
+    capsys,
+):
     args = parse_06("--dummy", 100, "--batch-size", 24, "--accumulate", 2, "--resume")
     flags = {name: str(value) for name, value in vars(args).items()}
     state = {"flags": flags, "images": 100, "world_size": 4, "accumulate": 2, "micro_batch": 3}
@@ -615,7 +850,9 @@ def test_a_resumed_run_cuts_batches_as_the_flags_say_or_into_micro_batches_as_sm
         d = SimpleNamespace(world_size=world_size, is_main=True)
         return check_resume(args, d, None, 100, state | changes, "step-1.pt")
 
-    assert pieces(4) == (2, 3) and pieces(2) == (4, 3) and pieces(3) == (3, 3) and pieces(8) == (1, 3)
+    assert (
+        pieces(4) == (2, 3) and pieces(2) == (4, 3) and pieces(3) == (3, 3) and pieces(8) == (1, 3)
+    )
     del flags["clip_grad"], flags["seed"]  # as if these flags were newer than the checkpoint
     assert pieces(4) == (2, 3) and capsys.readouterr().out == ""
     other = parse_06("--dummy", 100, "--batch-size", 24, "--accumulate", 3, "--resume")
@@ -624,7 +861,9 @@ def test_a_resumed_run_cuts_batches_as_the_flags_say_or_into_micro_batches_as_sm
 
 
 @pytest.mark.flags("06_imagenet.py", "--val-path")
-def test_validation_images_lie_beside_the_training_images_or_where_val_path_says(one_each, tmp_path):
+def test_validation_images_lie_beside_the_training_images_or_where_val_path_says(
+    one_each, tmp_path
+):
     write_images(tmp_path, "test", (40, 44), ["a", "b"], 1)
     train, val = str(one_each / "train"), str(one_each / "val")
     assert find_folders(str(one_each), None) == (train, val)
@@ -643,34 +882,69 @@ def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset(monkeypatch):
     with pytest.raises(UserError, match="--arch timm:nothing: no such model in timm"):
         build_model(parse_06("--dummy", 2, "--arch", "timm:nothing"), DummyImages(2, 32))
     monkeypatch.setitem(sys.modules, "timm", None)  # as if it were not installed
-    with pytest.raises(UserError, match="--arch timm:resnet10t: timm is not installed; pip install timm"):
+    with pytest.raises(
+        UserError, match="--arch timm:resnet10t: timm is not installed; pip install timm"
+    ):
         build_model(args, DummyImages(2, 32))
 
 
 @pytest.mark.flags("06_imagenet.py", "--tensorboard", "--log-file", "--print-every")
 @pytest.mark.slow
 def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, one_each, tmp_path):
-    flags = [one_each, "--batch-size", 8, "--epochs", 2, "--sync-bn", "--log-file", tmp_path / "log.jsonl"]
+    flags = [
+        one_each,
+        "--batch-size",
+        8,
+        "--epochs",
+        2,
+        "--sync-bn",
+        "--log-file",
+        tmp_path / "log.jsonl",
+    ]
     ranks = train("run", 2, *flags, "--tensorboard", tmp_path / "events", "--workers", 1)
     assert ranks.wait() == [0, 0], ranks.output()
-    line = r"== step: \[ +5/5\] \[2/2\] \| loss: [\d.]+ \| top-1: +[\d.]+% \| \d+ img/s \| lr [\d.e-]+ \| "
+    line = (
+        r"== step: \[ +5/5\] \[2/2\] \| loss: [\d.]+ \| top-1: +[\d.]+% \| \d+ img/s \| lr "
+        r"[\d.e-]+ \| "
+    )
     shares = re.search(
-        line + r"data ([\d.]+)%, compute ([\d.]+)%, communication ([\d.]+)% \| \d+ s left", ranks.output()
+        line + r"data ([\d.]+)%, compute ([\d.]+)%, communication ([\d.]+)% \| \d+ s left",
+        ranks.output(),
     )
     assert abs(sum(map(float, shares.groups())) - 100) < 0.2 and float(shares[3]) > 0
-    assert "global batch 8: 4 images per process at a time, 5 steps per epoch | lr 0.1 -> 0.003125" in ranks.output()
+    assert (
+        "global batch 8: 4 images per process at a time, 5 steps per epoch | lr 0.1 -> 0.003125"
+        in ranks.output()
+    )
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [r["epoch"] for r in records] == [1, 2]
-    wanted = {"model": "mobilenet_v3_small", "world_size": 2, "global_batch": 8, "sync_bn": True, "backend": "gloo"}
+    wanted = {
+        "model": "mobilenet_v3_small",
+        "world_size": 2,
+        "global_batch": 8,
+        "sync_bn": True,
+        "backend": "gloo",
+    }
     assert wanted.items() <= records[1].items() and records[1]["train_loss"] > 0
-    assert 0 < records[1]["communication_share"] < 1 and 0 <= records[1]["test_acc"] <= records[1]["test_top5"] <= 100
-    printed = re.findall(r"== test: \[\d/2\] \| top-1: +([\d.]+)% \| top-5: +([\d.]+)%", ranks.output())
-    assert [(float(top1), float(top5)) for top1, top5 in printed] == [(r["test_acc"], r["test_top5"]) for r in records]
-    assert any(r["test_acc"] < r["test_top5"] for r in records), "there was something to mistake for the other"
+    assert (
+        0 < records[1]["communication_share"] < 1
+        and 0 <= records[1]["test_acc"] <= records[1]["test_top5"] <= 100
+    )
+    printed = re.findall(
+        r"== test: \[\d/2\] \| top-1: +([\d.]+)% \| top-5: +([\d.]+)%", ranks.output()
+    )
+    assert [(float(top1), float(top5)) for top1, top5 in printed] == [
+        (r["test_acc"], r["test_top5"]) for r in records
+    ]
+    assert any(r["test_acc"] < r["test_top5"] for r in records), (
+        "there was something to mistake for the other"
+    )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert {"train/loss", "train/lr", "speed/images_per_second", "test/top1"} <= set(events.Tags()["scalars"])
+    assert {"train/loss", "train/lr", "speed/images_per_second", "test/top1"} <= set(
+        events.Tags()["scalars"]
+    )
     assert [event.step for event in events.Scalars("test/top1")] == [5, 10]
     scalars = {}
     for name in events.Tags()["scalars"]:
@@ -695,16 +969,35 @@ def test_a_step_line_tells_means_speed_and_time_left_as_computed_by_hand(monkeyp
     """In the second of three epochs of ten steps, resumed after step 4 and now after step 8, 40 s later."""
     monkeypatch.setattr("imagenet.progress.time.perf_counter", lambda: 140.0)
     progress = Progress.__new__(Progress)
-    progress.args, progress.rank, progress.device = SimpleNamespace(epochs=3), 0, torch.device("cpu")
-    progress.record, progress.steps, progress.epoch, progress.first_step = {"world_size": 2}, 10, 1, 4
+    progress.args, progress.rank, progress.device = (
+        SimpleNamespace(epochs=3),
+        0,
+        torch.device("cpu"),
+    )
+    progress.record, progress.steps, progress.epoch, progress.first_step = (
+        {"world_size": 2},
+        10,
+        1,
+        4,
+    )
     progress.epoch_start = progress.line_start = (100.0, 50)
-    progress.images, progress.totals, progress.waited, progress.communicated = 450, [30.0, 10.0, 20.0, 100.0], 0.0, 0.0
-    progress.communication, progress.tensorboard, progress.waiting = None, None, SimpleNamespace(read=lambda: 10.0)
+    progress.images, progress.totals, progress.waited, progress.communicated = (
+        450,
+        [30.0, 10.0, 20.0, 100.0],
+        0.0,
+        0.0,
+    )
+    progress.communication, progress.tensorboard, progress.waiting = (
+        None,
+        None,
+        SimpleNamespace(read=lambda: 10.0),
+    )
     beside_the_bar = []
     progress.bar = SimpleNamespace(set_postfix_str=beside_the_bar.append)
     progress.show_step(7, torch.tensor([230.0, 110.0, 320.0, 500.0]), 0.05)
     assert capsys.readouterr().out == (
-        "   == step: [   8/10] [2/3] | loss: 0.500 | top-1: 25.000% | 10 img/s | lr 0.05 | data 25.0%, compute 75.0% | "
+        "   == step: [   8/10] [2/3] | loss: 0.500 | top-1: 25.000% | 10 img/s | lr 0.05 | data "
+        "25.0%, compute 75.0% | "
         "2 min left\n"
     )
     assert beside_the_bar == ["loss 0.500, 10 img/s"]
@@ -723,7 +1016,10 @@ def test_any_world_takes_the_images_of_a_step_once_each_in_equal_pieces(images, 
     assert len(steps) == alone.steps == len(alone)
     assert max(map(len, steps)) <= batch_size and max(map(len, steps)) - min(map(len, steps)) <= 1
     for world_size, accumulate in ((2, 1), (3, 2), (5, 3)):
-        ranks = [GlobalBatches(images, batch_size, r, world_size, accumulate, seed=3) for r in range(world_size)]
+        ranks = [
+            GlobalBatches(images, batch_size, r, world_size, accumulate, seed=3)
+            for r in range(world_size)
+        ]
         first = alone.steps // 2
         for batches in ranks:
             batches.set_epoch(2, first)
@@ -745,13 +1041,19 @@ def test_the_order_changes_with_the_epoch_and_the_seed_and_nothing_else():
         return [index for batch in batches for _, index in batch]
 
     assert order(0, 1) == order(0, 1) and order(0, 1) != order(0, 2) != order(5, 2)
-    assert [index for batch in GlobalBatches(50, 10, 0, 1) for _, index in batch] == list(range(50)), "tests in order"
+    assert [index for batch in GlobalBatches(50, 10, 0, 1) for _, index in batch] == list(
+        range(50)
+    ), "tests in order"
 
 
 def test_a_crop_depends_on_seed_epoch_and_image_alone(one_each):
     first, second = Images(one_each / "train", 32, seed=0), Images(one_each / "train", 32, seed=1)
     images, targets, damaged = first.__getitems__([(0, 3), (1, 3), (0, 5)])
-    assert torch.equal(first.__getitems__([(0, 5)])[0][0], images[2]) and targets.tolist() == [3, 3, 5]
+    assert torch.equal(first.__getitems__([(0, 5)])[0][0], images[2]) and targets.tolist() == [
+        3,
+        3,
+        5,
+    ]
     assert not torch.equal(images[0], images[1]), "another one in each epoch"
     assert not torch.equal(second.__getitems__([(0, 3)])[0][0], images[0])
     assert len(damaged) == 0 and images.dtype == torch.uint8
@@ -759,27 +1061,42 @@ def test_a_crop_depends_on_seed_epoch_and_image_alone(one_each):
 
 def test_a_validation_image_is_prepared_as_torchvisions_published_weights_expect(large_folder):
     images = Images(large_folder / "val", 224)
-    prepared = build_normalize(False, torch.device("cpu"))(images.__getitems__([(0, k) for k in range(8)])[0])
+    prepared = build_normalize(False, torch.device("cpu"))(
+        images.__getitems__([(0, k) for k in range(8)])[0]
+    )
     preset = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
     expected = torch.stack([preset(Image.open(path)) for path in images.paths])
-    # Levels of 0 to 255 are rounded here before they are normalized; Pillow resizes with a rounding of its own.
+    # Levels of 0 to 255 are rounded here before they are normalized; Pillow resizes with a rounding
+    # of its own.
     assert (prepared - expected).abs().max() < 2.5 / 255 / 0.22
 
 
 @pytest.mark.parametrize(
-    "kind", ["grey.png", "alpha.png", "deep.png", "deep.tiff", "palette.png", "bitmap.bmp", "print.jpg"]
+    "kind",
+    ["grey.png", "alpha.png", "deep.png", "deep.tiff", "palette.png", "bitmap.bmp", "print.jpg"],
 )
 def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind):
-    mode = {"grey": "L", "alpha": "RGBA", "deep": "I;16", "palette": "P", "bitmap": "RGB", "print": "CMYK"}
+    mode = {
+        "grey": "L",
+        "alpha": "RGBA",
+        "deep": "I;16",
+        "palette": "P",
+        "bitmap": "RGB",
+        "print": "CMYK",
+    }
     levels = np.arange(30 * 40).reshape(30, 40) * 255 // 1199
     deep = Image.fromarray((levels * 257).astype(np.uint16))
     image = (
-        deep if kind.startswith("deep") else Image.fromarray(levels.astype(np.uint8)).convert(mode[kind.split(".")[0]])
+        deep
+        if kind.startswith("deep")
+        else Image.fromarray(levels.astype(np.uint8)).convert(mode[kind.split(".")[0]])
     )
     image.save(tmp_path / kind)
     image = read_image(str(tmp_path / kind))
     assert image.shape == (3, 30, 40) and image.dtype == torch.uint8
-    assert (image.int() - torch.from_numpy(levels.astype(np.int32))).abs().max() <= (16 if kind == "print.jpg" else 1)
+    assert (image.int() - torch.from_numpy(levels.astype(np.int32))).abs().max() <= (
+        16 if kind == "print.jpg" else 1
+    )
 
 
 def test_a_damaged_image_is_replaced_by_the_next_one_with_its_own_target_but_not_in_evaluation(
@@ -790,7 +1107,11 @@ def test_a_damaged_image_is_replaced_by_the_next_one_with_its_own_target_but_not
     index = train_set.paths.index(str(root / "cat/007.jpg"))
     cut_off(root / "cat/059.jpg")  # the last of its class
     images, targets, damaged = train_set.__getitems__([(0, index), (0, 59), (0, 3)])
-    assert targets.tolist() == [0, 1, 0] and damaged.tolist() == [index, 59] and images.flatten(1).any(dim=1).all()
+    assert (
+        targets.tolist() == [0, 1, 0]
+        and damaged.tolist() == [index, 59]
+        and images.flatten(1).any(dim=1).all()
+    )
     images, targets, damaged = val_set.__getitems__([(0, index), (0, 3)])
     assert targets.tolist() == [IGNORED, 0] and damaged.tolist() == [index]
 
@@ -815,21 +1136,34 @@ def test_a_warm_up_as_long_as_the_training_and_an_unused_test_folder_are_named(t
 
     def said(*flags):
         check_batches(
-            parse_06(tmp_path, "--batch-size", 4, *flags), d, torch.nn.Linear(2, 2), GlobalBatches(8, 4, 0, 1)
+            parse_06(tmp_path, "--batch-size", 4, *flags),
+            d,
+            torch.nn.Linear(2, 2),
+            GlobalBatches(8, 4, 0, 1),
         )
         return capsys.readouterr().out
 
     assert said("--epochs", 6, "--val-path", tmp_path / "test") == ""
-    assert f"{tmp_path}/test is not used; to evaluate on it later: --evaluate" in said("--epochs", 6)
-    assert "--warmup-epochs 5 of --epochs 5: the learning rate never reaches its peak" in said("--epochs", 5)
+    assert f"{tmp_path}/test is not used; to evaluate on it later: --evaluate" in said(
+        "--epochs", 6
+    )
+    assert "--warmup-epochs 5 of --epochs 5: the learning rate never reaches its peak" in said(
+        "--epochs", 5
+    )
     assert said("--epochs", 5, "--evaluate", "--weights", "w.pt") == ""
 
 
 def test_synchronized_batch_norm_needs_one_image_on_each_of_two_ranks(tmp_path):
     d = SimpleNamespace(device=torch.device("cpu"), is_main=False, world_size=2)
-    model, batches = torch.nn.BatchNorm2d(3), GlobalBatches(images=8, batch_size=2, rank=0, world_size=2)
+    model, batches = (
+        torch.nn.BatchNorm2d(3),
+        GlobalBatches(images=8, batch_size=2, rank=0, world_size=2),
+    )
     check_batches(parse_06(tmp_path, "--batch-size", 2, "--sync-bn"), d, model, batches)
-    with pytest.raises(UserError, match="leaves 1 to 1 images for each of 2 processes in 1 micro-batches: expected 2"):
+    with pytest.raises(
+        UserError,
+        match="leaves 1 to 1 images for each of 2 processes in 1 micro-batches: expected 2",
+    ):
         check_batches(parse_06(tmp_path, "--batch-size", 2), d, model, batches)
 
 
@@ -837,20 +1171,31 @@ def test_synchronized_batch_norm_needs_one_image_on_each_of_two_ranks(tmp_path):
 @pytest.mark.flags("06_imagenet.py", "--lr", "--batch-size")
 def test_the_rate_warms_up_to_its_peak_and_falls_to_nothing():
     args = parse_06("--dummy", 2, "--batch-size", 1024, "--lr", 0.2)
-    assert script.learning_rate(args, 0) == pytest.approx(0.08), "a tenth of the peak of 0.2 x 1024 / 256"
+    assert script.learning_rate(args, 0) == pytest.approx(0.08), (
+        "a tenth of the peak of 0.2 x 1024 / 256"
+    )
     at_five = 0.8 * (1 + math.cos(math.pi * 5 / 100)) / 2
     assert script.learning_rate(args, 5) == pytest.approx(at_five)
-    assert script.learning_rate(args, 50) == pytest.approx(0.4) and script.learning_rate(args, 100) == pytest.approx(0)
+    assert script.learning_rate(args, 50) == pytest.approx(0.4) and script.learning_rate(
+        args, 100
+    ) == pytest.approx(0)
     for every, flags in ((30, []), (7, ["--step-epochs", 7])):
         args = parse_06("--dummy", 2, "--schedule", "step", "--warmup-epochs", 0, *flags)
-        rates = [script.learning_rate(args, epoch) for epoch in (0, every - 0.1, every, 2 * every, 3 * every)]
+        rates = [
+            script.learning_rate(args, epoch)
+            for epoch in (0, every - 0.1, every, 2 * every, 3 * every)
+        ]
         assert rates == pytest.approx([0.1, 0.1, 0.01, 0.001, 0.0001])
 
 
 def test_norms_and_biases_do_not_decay():
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(4, 2))
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(4, 2)
+    )
     decayed, rest = parameter_groups(net, 5e-5)
-    assert [p.shape for p in decayed["params"]] == [(4, 3, 3, 3), (2, 4)] and decayed["weight_decay"] == 5e-5
+    assert [p.shape for p in decayed["params"]] == [(4, 3, 3, 3), (2, 4)] and decayed[
+        "weight_decay"
+    ] == 5e-5
     assert len(rest["params"]) == 4 and rest["weight_decay"] == 0
 
 
@@ -866,15 +1211,22 @@ PUBLISHED = {  # BIGBALLON/distribuuuu: top-1 in %, global batch
 def test_a_recipe_is_the_published_one_and_names_its_accuracy_as_a_target(recipe):
     accuracy, batch = PUBLISHED[recipe]
     text = (ROOT / f"recipes/{recipe}.args").read_text()
-    assert f"Target, published by BIGBALLON/distribuuuu and not measured here: top-1 {accuracy:.3f} %" in text
+    assert (
+        f"Target, published by BIGBALLON/distribuuuu and not measured here: top-1 {accuracy:.3f} %"
+        in text
+    )
     args = parse_06("data/imagenet", f"@recipes/{recipe}.args", "--lr", 0.3)
-    assert (args.batch_size, args.epochs, args.lr, args.schedule) == (batch, 100, 0.3, "cosine"), "later flags win"
+    assert (args.batch_size, args.epochs, args.lr, args.schedule) == (batch, 100, 0.3, "cosine"), (
+        "later flags win"
+    )
     if args.arch.startswith("timm:"):
         assert timm.is_model(args.arch[5:])
     else:
         assert args.arch in torchvision.models.list_models()
     published_peak = {256: 0.2, 512: 0.4, 1024: 0.8, 8192: 6.4, 16384: 12.8}[batch]
-    assert parse_06("x", f"@recipes/{recipe}.args").lr * batch / 256 == pytest.approx(published_peak)
+    assert parse_06("x", f"@recipes/{recipe}.args").lr * batch / 256 == pytest.approx(
+        published_peak
+    )
 
 
 # Flags
@@ -895,11 +1247,17 @@ def test_every_flag_has_a_help_with_its_default_if_it_has_one(capsys):
     [
         ([], "expected either a folder of images or --dummy N: 06_imagenet.py data/imagenet"),
         (["x", "--dummy", 10], "expected either a folder of images or --dummy N"),
-        (["x", "--evaluate"], "--evaluate without a model to evaluate: add --weights FILE or --resume"),
-        (["x", "--evaluate", "--weights", "w.pt", "--resume"], "which model? leave out one of the two"),
+        (["x", "--evaluate"], (
+            "--evaluate without a model to evaluate: add --weights FILE or --resume"
+        )),
+        (["x", "--evaluate", "--weights", "w.pt", "--resume"], (
+            "which model? leave out one of the two"
+        )),
         (["x", "--amp", "fp16"], "fp16 needs a GPU and there is none here"),
         (["x", "--ema", 1], "'1' given, expected a number of 0 or more and below 1"),
-        (["x", "--checkpoint-every", "10m"], "'10m' given, expected steps, as 100, or seconds, as 600s"),
+        (["x", "--checkpoint-every", "10m"], (
+            "'10m' given, expected steps, as 100, or seconds, as 600s"
+        )),
         (["x", "--lr", "nan"], "'nan' given, expected a number above 0 (all flags:"),
         (["x", "@recipes/missing.args"], "No such file or directory: 'recipes/missing.args'"),
         (["x", "--log-file", "/proc/none/log"], "cannot write /proc/none/log"),
@@ -925,11 +1283,14 @@ def test_compile_without_a_compiler_says_what_to_install(monkeypatch, capsys):
 
 def test_what_cannot_train_says_so_before_it_begins(train, one_each, tmp_path):
     cases = {
-        "--batch-size 8 leaves 0 to 1 images for each of 2 processes in 8 micro-batches: expected 2 or more; at least "
+        "--batch-size 8 leaves 0 to 1 images for each of 2 processes in 8 micro-batches: expected "
+        "2 or more; at least "
         "--batch-size 32": (2, [one_each, "--batch-size", 8, "--accumulate", 8]),
         "is not a folder: expected one with train/CLASS/*.jpg": (1, [tmp_path / "missing"]),
-        "has no train/ with val/ or test/ beside it: expected validation images": (1, [one_each / "train"]),
-        "--dist-init-method slurm: found torchrun; srun python 06_imagenet.py": (
+        "has no train/ with val/ or test/ beside it: expected validation images": (1, [one_each / (
+            "train"
+        )]),
+        "--dist-init-method slurm under torchrun: expected srun; srun python 06_imagenet.py": (
             1, [one_each, "--dist-init-method", "slurm"]),
         "no checkpoint in": (1, [one_each, "--evaluate", "--resume"]),
         "w.pt does not fit this model": (1, [one_each, "--weights", tmp_path / "w.pt"]),
@@ -945,22 +1306,50 @@ def test_what_cannot_train_says_so_before_it_begins(train, one_each, tmp_path):
 
 def test_torchrun_without_the_variable_that_keeps_restarts_apart_is_warned_of(train):
     env = {"TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ranks = train("run", 1, "--dummy", 40, "--batch-size", 20, "--epochs", 1, "--eval-every", 0, "--resume", env=env)
+    ranks = train(
+        "run",
+        1,
+        "--dummy",
+        40,
+        "--batch-size",
+        20,
+        "--epochs",
+        1,
+        "--eval-every",
+        0,
+        "--resume",
+        env=env,
+    )
     assert ranks.wait() == [0] and "checkpoints: starting from the beginning" in ranks.output()
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine" in ranks.output()
 
 
 @pytest.mark.flags("06_imagenet.py", "--sync-bn", "--eval-every")
 def test_sync_bn_with_one_process_is_said_to_do_nothing(train, one_each):
-    ranks = train("run", 1, one_each, "--sync-bn", "--epochs", 1, "--batch-size", 20, "--eval-every", 0)
-    assert ranks.wait() == [0] and "--sync-bn with one process: ordinary batch norm" in ranks.output()
+    ranks = train(
+        "run", 1, one_each, "--sync-bn", "--epochs", 1, "--batch-size", 20, "--eval-every", 0
+    )
+    assert (
+        ranks.wait() == [0] and "--sync-bn with one process: ordinary batch norm" in ranks.output()
+    )
     assert "done: not evaluated after 1 epochs" in ranks.output()
 
 
 @needs_gpu
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_on_a_gpu_it_trains_in_mixed_precision_and_resumes(train, one_each, amp):
-    flags = [one_each, "--batch-size", 20, "--amp", amp, "--channels-last", "--ema", 0.9, "--accumulate", 2]
+    flags = [
+        one_each,
+        "--batch-size",
+        20,
+        "--amp",
+        amp,
+        "--channels-last",
+        "--ema",
+        0.9,
+        "--accumulate",
+        2,
+    ]
     assert train("run", 1, *flags, "--epochs", 1).wait() == [0]
     ranks = train("run", 1, *flags, "--epochs", 2, "--resume", "--workers", 2)
     assert ranks.wait() == [0], ranks.output()
@@ -970,7 +1359,11 @@ def test_on_a_gpu_it_trains_in_mixed_precision_and_resumes(train, one_each, amp)
 def count_graphs(rank):
     def close(self, line, original=Progress.close):
         original(self, line)
-        print(f"rank {rank} has compiled", torch._dynamo.utils.counters["stats"]["unique_graphs"], flush=True)
+        print(
+            f"rank {rank} has compiled",
+            torch._dynamo.utils.counters["stats"]["unique_graphs"],
+            flush=True,
+        )
 
     Progress.close = close
 
@@ -980,7 +1373,18 @@ def count_graphs(rank):
 def test_no_rank_compiles_again_for_a_piece_of_another_size(train, tmp_path):
     """Rank 0 gets pieces of 31 and 32 images, rank 1 of 32. A rank that compiled alone would let the other wait."""
     need(None if can_compile() else "no C++ compiler (apt-get install g++ python3-dev)")
-    flags = ["--dummy", 253, "--batch-size", 64, "--image-size", 32, "--arch", "small_net", "--epochs", 1]
+    flags = [
+        "--dummy",
+        253,
+        "--batch-size",
+        64,
+        "--image-size",
+        32,
+        "--arch",
+        "small_net",
+        "--epochs",
+        1,
+    ]
     flags += ["--compile", "--channels-last", "--amp", "bf16"]
     ranks = train("run", 2, *flags, prepare=count_graphs)
     assert ranks.wait() == [0, 0], ranks.output()
@@ -997,5 +1401,16 @@ def list_slowly_on_rank_1(rank):
 
 
 def test_a_rank_that_lists_files_for_longer_than_the_timeout_is_waited_for(train, one_each):
-    ranks = train("run", 2, one_each, "--batch-size", 20, "--epochs", 1, "--timeout", 4, prepare=list_slowly_on_rank_1)
+    ranks = train(
+        "run",
+        2,
+        one_each,
+        "--batch-size",
+        20,
+        "--epochs",
+        1,
+        "--timeout",
+        4,
+        prepare=list_slowly_on_rank_1,
+    )
     assert ranks.wait() == [0, 0], ranks.output()

@@ -1,6 +1,7 @@
 """The proof of the ladder: however many processes share a global batch, and whoever starts them, they learn the same.
 
-Every run takes 20 steps (with resnet18, 8) of the same 64 images: one process with batch 64, two with 32, four with 16.
+Every run takes 20 steps (with resnet18, 8) of the same 64 images: one process with batch 64, two
+with 32, four with 16.
 """
 
 import json
@@ -35,7 +36,8 @@ def folder(tmp_path_factory):
     """An ImageFolder tree of 8x8 images: 20 global batches to train on, a few to test on."""
     root, classes = tmp_path_factory.mktemp("ladder"), [str(k) for k in range(5)]
     write_images(root, "train", (8, 8), classes, max(STEPS.values()) * GLOBAL_BATCH // 5)
-    return write_images(root, "test", (8, 8), classes, 13)  # 65: one rank has a batch more to test than the others
+    # 65: one rank has a batch more to test than the others
+    return write_images(root, "test", (8, 8), classes, 13)
 
 
 def command(launcher, world_size, folder):
@@ -60,7 +62,8 @@ def look_in(rank):
     runpy.run_path(str(ROOT / "tests/helpers/probe/sitecustomize.py"))
 
 
-# Where who starts the processes is not the matter, they are forked: that spares the seconds of each import of torch.
+# Where who starts the processes is not the matter, they are forked: that spares the seconds of each
+# import of torch.
 FORKED = {"forked": lambda folder: "03_mnmc_ddp_launch.py", "unwrapped": unwrapped}
 
 
@@ -78,9 +81,23 @@ def train(folder, tmp_path_factory, request):
 
     def run(launcher, world_size, arch, flags, env, out):
         given = ["--arch", arch, "--limit", STEPS[arch] * GLOBAL_BATCH, *flags]
-        given += ["--dataset", "folder", "--data-dir", folder, "--epochs", 1, "--no-augment", "--lr", 0.01]
+        given += [
+            "--dataset",
+            "folder",
+            "--data-dir",
+            folder,
+            "--epochs",
+            1,
+            "--no-augment",
+            "--lr",
+            0.01,
+        ]
         given += ["--batch-size", GLOBAL_BATCH // world_size, "--save", out / "net.pt"]
-        probe = {"PROBE": out, "OMP_NUM_THREADS": 1, "PROBE_DTYPE": "float64" if arch == "resnet18" else "float32"}
+        probe = {
+            "PROBE": out,
+            "OMP_NUM_THREADS": 1,
+            "PROBE_DTYPE": "float64" if arch == "resnet18" else "float32",
+        }
         if launcher in FORKED:
             script = FORKED[launcher](folder)
             ranks = Ranks(out, world_size, given, env=probe, prepare=look_in, script=script)
@@ -93,23 +110,38 @@ def train(folder, tmp_path_factory, request):
                 "PYTHONPATH": f"{ROOT / 'tests/helpers/probe'}:{ROOT}",
             }
             line = [*map(str, command(launcher, world_size, folder)), *map(str, given)]
-            end = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+            end = subprocess.run(
+                line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+            )
             assert end.returncode == 0, end.stderr
             printed = end.stdout
-        told = [json.loads(line) for file in out.glob("*.jsonl") for line in file.read_text().splitlines()]
+        told = [
+            json.loads(line)
+            for file in out.glob("*.jsonl")
+            for line in file.read_text().splitlines()
+        ]
         assert {t["rank"] for t in told} == set(range(world_size))
 
         def by_step(what):
-            ranks = [[t[what] for t in told if t["rank"] == r and what in t] for r in range(world_size)]
+            ranks = [
+                [t[what] for t in told if t["rank"] == r and what in t] for r in range(world_size)
+            ]
             return list(zip(*(rank[: STEPS[arch]] for rank in ranks), strict=True))
 
         return SimpleNamespace(
             out=printed,
             batches=[sorted(chain(*step)) for step in by_step("indices")],
             statistics={t["statistics"] for t in told if "statistics" in t},
-            printed=[float(n) for n in re.search(r"== step: .* loss: ([\d.]+) \| acc: +([\d.]+)%", printed).groups()],
+            printed=[
+                float(n)
+                for n in re.search(
+                    r"== step: .* loss: ([\d.]+) \| acc: +([\d.]+)%", printed
+                ).groups()
+            ],
             tested=float(re.search(r"== test: .* acc: *([\d.]+)%", printed)[1]),
-            losses=torch.tensor([sum(step) / world_size for step in by_step("loss")], dtype=torch.float64),
+            losses=torch.tensor(
+                [sum(step) / world_size for step in by_step("loss")], dtype=torch.float64
+            ),
             weights=torch.load(out / "net.pt", weights_only=True),
         )
 
@@ -127,27 +159,34 @@ WORLDS = [("torchrun", 2), ("mp.spawn", 2), ("srun", 2), ("forked", 4)]
 
 @pytest.mark.flags("01 to 05", "--batch-size", "--lr", "--lr-scaling", "--augment", "--save")
 @pytest.mark.parametrize(("launcher", "world_size"), WORLDS)
-def test_a_network_without_batch_norm_learns_the_same_on_any_number_of_processes(train, launcher, world_size):
+def test_a_network_without_batch_norm_learns_the_same_on_any_number_of_processes(
+    train, launcher, world_size
+):
     one, many = train("python", 1, "mnist_net"), train(launcher, world_size, "mnist_net")
     assert many.batches == one.batches and len(one.batches) == 20
     assert sorted(chain(*one.batches)) == list(range(20 * GLOBAL_BATCH))
     torch.testing.assert_close(many.losses, one.losses, rtol=1e-5, atol=1e-6)
-    assert one.losses[0] - one.losses[-1] > 0.03, "it has learned, so there was something to disagree on"
+    assert one.losses[0] - one.losses[-1] > 0.03, (
+        "it has learned, so there was something to disagree on"
+    )
     assert distance(many, one) < 1e-5
     assert many.printed == pytest.approx(one.printed, abs=2e-3), "loss and accuracy of all ranks"
-    assert many.tested == pytest.approx(one.tested, abs=1.6), "of 65 images, one at most is on the edge"
+    assert many.tested == pytest.approx(one.tested, abs=1.6), (
+        "of 65 images, one at most is on the edge"
+    )
     assert launcher == "forked" or f"started by {launcher} | world size {world_size} " in many.out
     assert (
-        f"global batch = {GLOBAL_BATCH // world_size} x {world_size} = {GLOBAL_BATCH} | lr 0.01 -> 0.0025" in many.out
-    )
+        f"global batch = {GLOBAL_BATCH // world_size} x {world_size} = {GLOBAL_BATCH} | lr "
+        "0.01 -> 0.0025"
+    ) in many.out
 
 
 @pytest.mark.flags("03 to 05", "--sync-bn")
 @pytest.mark.slow
 def test_resnet18_with_synchronised_batch_norm_learns_the_same_on_two_processes_as_on_one(train):
     """In float64. In float32 no two ways to add up the same numbers stay together: one process that takes the images
-    of each batch in reverse order is as far off after 20 steps, 4 %, because a rounding error that carries one value
-    across the kink of a ReLU changes its gradient at once."""
+    of each batch in reverse order is as far off after 20 steps, 4 %, because a rounding error that
+    carries one value across the kink of a ReLU changes its gradient at once."""
     one, many = train("python", 1, "resnet18"), train("forked", 2, "resnet18", "--sync-bn")
     assert many.batches == one.batches
     torch.testing.assert_close(many.losses, one.losses, rtol=1e-9, atol=0)
@@ -160,7 +199,9 @@ def test_resnet18_without_synchronised_batch_norm_does_not(train):
     one, many = train("python", 1, "resnet18"), train("forked", 2, "resnet18")
     assert many.batches == one.batches
     assert (many.losses - one.losses).abs().max() > 1e-2
-    assert len(many.statistics) == 1, "it is one network that is tested, though every rank has normalised by its own"
+    assert len(many.statistics) == 1, (
+        "it is one network that is tested, though every rank has normalised by its own"
+    )
     assert distance(many, one) > 1e-2
 
 
@@ -174,18 +215,32 @@ def test_without_the_wrap_a_rank_learns_from_its_own_images_alone(train):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_1003_test_images_are_counted_once_each_on_any_number_of_processes(world_size, tmp_path):
     """At a rate too low to change a weight, so that every run tests the same network. Its seed is one that gets the
-    first image right: a sampler that repeats the first images, to give every rank as many, would count too much."""
+    first image right: a sampler that repeats the first images, to give every rank as many, would
+    count too much."""
     write_images(tmp_path, "train", (32, 32), ["a", "b"], 8)
     write_images(tmp_path, "test", (32, 32), ["a", "b"], 502)
     (tmp_path / "test/b/501.png").unlink()
-    given = ["--dataset", "folder", "--data-dir", tmp_path, "--arch", "mnist_net", "--batch-size", 250]
+    given = [
+        "--dataset",
+        "folder",
+        "--data-dir",
+        tmp_path,
+        "--arch",
+        "mnist_net",
+        "--batch-size",
+        250,
+    ]
     train_set, test_set = build_datasets(flags(*given))
     mean, std = (s.float()[:, None, None] for s in train_set.channel_stats())
 
     def answers(seed):
         torch.manual_seed(seed)
         with torch.no_grad():
-            return build_model(flags(*given), train_set).eval()((test_set.images - mean) / std).argmax(1)
+            return (
+                build_model(flags(*given), train_set)
+                .eval()((test_set.images - mean) / std)
+                .argmax(1)
+            )
 
     seed = next(seed for seed in range(100) if answers(seed)[0] == test_set.targets[0])
     correct = (answers(seed) == test_set.targets).sum().item()
@@ -218,8 +273,12 @@ def without_report(rank):
     report.Report = NoReport
 
 
-@pytest.mark.parametrize(("script", "world_size"), [("01_snsc.py", 1), ("03_mnmc_ddp_launch.py", 2)])
-def test_a_script_trains_to_the_same_weights_without_its_report(folder, tmp_path, script, world_size):
+@pytest.mark.parametrize(
+    ("script", "world_size"), [("01_snsc.py", 1), ("03_mnmc_ddp_launch.py", 2)]
+)
+def test_a_script_trains_to_the_same_weights_without_its_report(
+    folder, tmp_path, script, world_size
+):
     weights = []
     for name, prepare in (("with", None), ("without", without_report)):
         (tmp_path / name).mkdir()
@@ -252,7 +311,12 @@ def test_a_step_is_small_and_leaves_the_other_sections_as_they_are(script):
 
 def test_every_script_is_a_step_but_the_first_and_the_last():
     scripts = sorted(path.name for path in ROOT.glob("[0-9][0-9]_*.py"))
-    assert scripts == list(steps.MAX_LINES) == ["01_snsc.py", *steps.STEPS, "06_imagenet.py"] == ALL_SCRIPTS
+    assert (
+        scripts
+        == list(steps.MAX_LINES)
+        == ["01_snsc.py", *steps.STEPS, "06_imagenet.py"]
+        == ALL_SCRIPTS
+    )
 
 
 def test_a_step_that_grows_or_strays_is_reported(tmp_path, monkeypatch):

@@ -31,9 +31,12 @@ FOREVER = ["--epochs", 100000]
 
 @pytest.mark.parametrize("spelling", ["--local-rank=1", "--local_rank=1"])
 @pytest.mark.parametrize(
-    "script", ["03_mnmc_ddp_launch.py", "05_mnmc_ddp_slurm.py", "06_imagenet.py", "launch/preflight.py"]
+    "script",
+    ["03_mnmc_ddp_launch.py", "05_mnmc_ddp_slurm.py", "06_imagenet.py", "launch/preflight.py"],
 )
-def test_scripts_take_the_flag_of_torch_distributed_launch_in_both_spellings(script, spelling, monkeypatch):
+def test_scripts_take_the_flag_of_torch_distributed_launch_in_both_spellings(
+    script, spelling, monkeypatch
+):
     assert parse(monkeypatch, script, spelling).local_rank == "1"
 
 
@@ -53,7 +56,13 @@ def test_a_plain_rung_under_max_restarts_says_that_it_begins_again(monkeypatch, 
         monkeypatch.setenv("RANK", rank)
         parse_ddp_args("")
         err = capsys.readouterr().err
-        assert err.count("--max-restarts=3: each restart begins at epoch 1; 06_imagenet.py --resume continues") == lines
+        assert (
+            err.count(
+                "--max-restarts=3: each restart begins at epoch 1; 06_imagenet.py --resume "
+                "continues"
+            )
+            == lines
+        )
 
 
 LAUNCHED = [("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
@@ -82,9 +91,12 @@ def test_torch_distributed_launch_may_pass_its_local_rank(small_folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCH)
-def test_two_jobs_run_side_by_side_on_one_machine_and_each_shares_the_cores(launcher, small_folder, monkeypatch):
+def test_two_jobs_run_side_by_side_on_one_machine_and_each_shares_the_cores(
+    launcher, small_folder, monkeypatch
+):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    threads = max(1, len(os.sched_getaffinity(0)) // 2) if launcher == "mp.spawn" else 1  # torchrun sets 1
+    # torchrun sets 1
+    threads = max(1, len(os.sched_getaffinity(0)) // 2) if launcher == "mp.spawn" else 1
     each = f"{threads} CPU thread{'s' * (threads > 1)} each)"
     command = [*LAUNCH[launcher], *QUICK, small_folder, "--epochs", 2]
     if launcher == "torchrun":
@@ -96,7 +108,9 @@ def test_two_jobs_run_side_by_side_on_one_machine_and_each_shares_the_cores(laun
 
 
 @pytest.mark.slow
-def test_every_rank_crops_and_mirrors_in_its_own_way_and_begins_with_the_same_weights(small_folder, tmp_path):
+def test_every_rank_crops_and_mirrors_in_its_own_way_and_begins_with_the_same_weights(
+    small_folder, tmp_path
+):
     probe = tmp_path / "probe"
     probe.mkdir()
     (probe / "sitecustomize.py").write_text(
@@ -115,7 +129,9 @@ def test_every_rank_crops_and_mirrors_in_its_own_way_and_begins_with_the_same_we
     )
     env = os.environ | {"PYTHONPATH": f"{probe}:{ROOT}"}
     given = [*LAUNCH["torchrun"], *QUICK, small_folder, "--epochs", 1]
-    end = subprocess.run([sys.executable, *map(str, given)], cwd=ROOT, env=env, capture_output=True, text=True)
+    end = subprocess.run(
+        [sys.executable, *map(str, given)], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert end.returncode == 0, end.stderr
     weights, crops = (re.findall(rf"{what} (.*)", end.stdout) for what in ("weights", "crops"))
     assert len(weights) == 2 and len(set(weights)) == 1
@@ -127,7 +143,10 @@ def test_no_thread_of_gloo_outlives_the_process_group(copy):
     """One that does may abort the interpreter on its way out, after all the work is done: exit code 134. The model is
     part of a reference cycle, as with a trainer and a callback that know each other."""
     wrap = "    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))\n"
-    wrap += "    ddp(torch.ones(1, 4)).sum().backward()\n    cycle = [ddp]\n    cycle.append(cycle)\n    total = "
+    wrap += (
+        "    ddp(torch.ones(1, 4)).sum().backward()\n    cycle = [ddp]\n    cycle.append(cycle)\n  "
+        "  total = "
+    )
     count = "import glob\nthreads = [open(f).read() for f in glob.glob('/proc/self/task/*/comm')]\n"
     train = TRAIN.replace("    total = ", wrap) + count + "print(len(threads), threads)\n"
     assert wrap in train
@@ -152,7 +171,10 @@ def test_a_killed_rank_ends_the_others_and_is_named(launcher, small_folder):
     code, _, err = finished(process)
     assert code == 1 and gone(ranks)
     if launcher == "mp.spawn":
-        assert "04_mnmc_ddp_mp.py: error: process 1 was killed by SIGKILL; the others were stopped" in err
+        assert (
+            "04_mnmc_ddp_mp.py: error: process 1 was killed by SIGKILL; the others were stopped"
+            in err
+        )
     else:
         assert "Signal 9 (SIGKILL)" in err and "rank      : 1 (local_rank: 1)" in err
 
@@ -176,7 +198,9 @@ main()
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_while_others_owe_it_an_answer_ends_and_loses_no_message(copy, monkeypatch):
+def test_a_rank_that_fails_while_others_owe_it_an_answer_ends_and_loses_no_message(
+    copy, monkeypatch
+):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     (copy / "stuck.py").write_text(STUCK)
     code, out, err = finished(start_copy(copy, *TORCHRUN, "stuck.py"))
@@ -209,7 +233,9 @@ def test_the_children_of_mp_spawn_end_with_their_parent(small_folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCH)
 def test_a_mistake_is_a_line_from_every_process_and_no_traceback_of_ours(launcher, tmp_path):
-    code, out, err = finished(start(*LAUNCH[launcher], "--dataset", "folder", "--data-dir", tmp_path))
+    code, out, err = finished(
+        start(*LAUNCH[launcher], "--dataset", "folder", "--data-dir", tmp_path)
+    )
     script = LAUNCH[launcher][-1 if launcher == "torchrun" else 0]
     line = f"{script}: error: --data-dir {tmp_path}: [Errno 2] No such file"
     assert code in (1, 2) and 1 <= err.count(line) <= 2 and out == ""
@@ -219,28 +245,48 @@ def test_a_mistake_is_a_line_from_every_process_and_no_traceback_of_ours(launche
 def test_03_without_torchrun_says_how_to_start_it(small_folder):
     code, _, err = finished(start("03_mnmc_ddp_launch.py"))
     assert code == 2 and len(err.splitlines()) == 1
-    assert "RANK is not set: expected torchrun to set it; torchrun --nproc-per-node=2 03_mnmc_ddp" in err
+    assert (
+        "RANK is not set: expected torchrun to set it; torchrun --nproc-per-node=2 03_mnmc_ddp"
+        in err
+    )
 
 
 def test_05_without_srun_says_how_to_start_it():
     code, _, err = finished(start("05_mnmc_ddp_slurm.py"))
     assert code == 2 and len(err.splitlines()) == 1
-    assert "SLURM_PROCID is not set: expected srun to set it; srun --ntasks=2 python 05_mnmc_ddp" in err
+    assert (
+        "SLURM_PROCID is not set: expected srun to set it; srun --ntasks=2 python 05_mnmc_ddp"
+        in err
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "variables", "expected"),
     [
-        (["--nodes", 2, "--node-rank", 2], {}, "--node-rank 2 of --nodes 2: expected a node rank from 0 to 1"),
-        (["--nodes", 2], {}, "--nodes 2 without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0"),
+        (["--nodes", 2, "--node-rank", 2], {}, (
+            "--node-rank 2 of --nodes 2: expected a node rank from 0 to 1"
+        )),
+        (["--nodes", 2], {}, (
+            "--nodes 2 without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0"
+        )),
         (["--dist-url", "localhost:1"], {}, "--dist-url localhost:1: expected tcp://HOST:PORT"),
-        (["--nproc-per-node", 0], {}, "argument --nproc-per-node: '0' given, expected a whole number of 1 or more"),
-        ([], {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}, "WORLD_SIZE=2: a launcher started 2 copies of a script"),
-        ([], {"SLURM_STEP_NUM_TASKS": 2}, "SLURM_STEP_NUM_TASKS=2: a launcher started 2 copies of a script that"),
-        ([], {"OMPI_COMM_WORLD_SIZE": 2}, "OMPI_COMM_WORLD_SIZE=2: a launcher started 2 copies of a script that"),
+        (["--nproc-per-node", 0], {}, (
+            "argument --nproc-per-node: '0' given, expected a whole number of 1 or more"
+        )),
+        ([], {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}, (
+            "WORLD_SIZE=2: a launcher started 2 copies of a script"
+        )),
+        ([], {"SLURM_STEP_NUM_TASKS": 2}, (
+            "SLURM_STEP_NUM_TASKS=2: a launcher started 2 copies of a script that"
+        )),
+        ([], {"OMPI_COMM_WORLD_SIZE": 2}, (
+            "OMPI_COMM_WORLD_SIZE=2: a launcher started 2 copies of a script that"
+        )),
     ],
 )  # fmt: skip
-def test_04_refuses_what_cannot_work_before_it_starts_processes(run, monkeypatch, given, variables, expected):
+def test_04_refuses_what_cannot_work_before_it_starts_processes(
+    run, monkeypatch, given, variables, expected
+):
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("torch.multiprocessing.spawn", None)
@@ -252,7 +298,9 @@ def test_04_refuses_what_cannot_work_before_it_starts_processes(run, monkeypatch
 def test_04_takes_one_copy_per_machine(run, monkeypatch):
     started = []
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    monkeypatch.setattr("torch.multiprocessing.spawn", lambda *_, **options: started.append(options))
+    monkeypatch.setattr(
+        "torch.multiprocessing.spawn", lambda *_, **options: started.append(options)
+    )
     end = run("04_mnmc_ddp_mp.py", "--nodes", 2, "--dist-url", "tcp://node0:29500")
     assert end.code == 0 and len(started) == 1, end.err
 
@@ -273,7 +321,10 @@ def command_of(script, node_rank, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py"])
 def test_two_hosts_train_together_by_the_command_of_the_docstring(hosts, script, small_folder):
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
     second = hosts.popen(1, *command_of(script, 1, small_folder), env=env)
     first = hosts.popen(0, *command_of(script, 0, small_folder), env=env)
     for process in (first, second):
@@ -287,9 +338,15 @@ def test_two_hosts_train_together_by_the_command_of_the_docstring(hosts, script,
 
 @pytest.mark.slow
 def test_a_host_that_dies_ends_the_other(hosts, small_folder):
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
     script = "04_mnmc_ddp_mp.py"
-    first, second = (hosts.popen(k, *command_of(script, k, small_folder), *map(str, FOREVER), env=env) for k in (0, 1))
+    first, second = (
+        hosts.popen(k, *command_of(script, k, small_folder), *map(str, FOREVER), env=env)
+        for k in (0, 1)
+    )
     read_until(first, "== test: [1/")
     hosts.kill(1)
     code, _, err = finished(first)

@@ -1,6 +1,7 @@
 """The files of launch/ that a user edits: they run as they stand, and those for Kubernetes are what its API accepts.
 
-Those for Slurm run in test_slurm.py and test_slurm_elastic.py, the 06_*.sh and store.py in test_drill.py.
+Those for Slurm run in test_slurm.py and test_slurm_elastic.py, the 06_*.sh and store.py in
+test_drill.py.
 """
 
 import importlib
@@ -23,9 +24,18 @@ from common.distributed import free_port
 from imagenet.signals import EXIT_REQUEUE
 
 LAUNCH = ROOT / "launch"
-SHELL = sorted(str(path.relative_to(LAUNCH)) for path in LAUNCH.rglob("*") if path.suffix in (".sh", ".sbatch"))
+SHELL = sorted(
+    str(path.relative_to(LAUNCH)) for path in LAUNCH.rglob("*") if path.suffix in (".sh", ".sbatch")
+)
 JOBS = ["03_cpu.yaml", "06_imagenet.yaml"]
-TINY_06 = ["--arch=mnist_net", "--image-size=16", "--batch-size=8", "--workers=0", "--eval-every=0", "--timeout=30"]
+TINY_06 = [
+    "--arch=mnist_net",
+    "--image-size=16",
+    "--batch-size=8",
+    "--workers=0",
+    "--eval-every=0",
+    "--timeout=30",
+]
 SENSECORE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 EDITABLE = ("PROCESSES", "INTERFACE", "HOSTS", "HOSTFILE", "MASTER", "PORT")
 
@@ -36,7 +46,9 @@ def launch(*command, **variables):
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     env |= {name: str(value) for name, value in variables.items()}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    STARTED.append(subprocess.Popen(list(map(str, command)), env=env, start_new_session=True, **options))
+    STARTED.append(
+        subprocess.Popen(list(map(str, command)), env=env, start_new_session=True, **options)
+    )
     return STARTED[-1]
 
 
@@ -54,9 +66,15 @@ def test_a_launch_file_is_good_bash_and_can_be_started(file):
 def test_every_launch_file_is_run_by_a_test():
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     for path in LAUNCH.rglob("*"):
-        if path.is_file() and path.suffix != ".pyc" and path.name not in [*JOBS, "checkpoints.yaml", "Dockerfile"]:
+        if (
+            path.is_file()
+            and path.suffix != ".pyc"
+            and path.name not in [*JOBS, "checkpoints.yaml", "Dockerfile"]
+        ):
             run_by_name = f"launch/{path.relative_to(LAUNCH)}" in tests
-            assert run_by_name or path.suffix == ".sbatch", f"{path}: test_slurm.py runs all .sbatch, nothing runs this"
+            assert run_by_name or path.suffix == ".sbatch", (
+                f"{path}: test_slurm.py runs all .sbatch, nothing runs this"
+            )
 
 
 # SenseCore
@@ -70,10 +88,19 @@ def sensecore(rank, machines, port, *given, **more):
 
 @pytest.mark.slow
 def test_sensecore_sh_trains_on_one_machine(tmp_path):
-    given = ["06_imagenet.py", "--dummy=32", *TINY_06, "--epochs=1", "--checkpoints-path", tmp_path / "saved"]
+    given = [
+        "06_imagenet.py",
+        "--dummy=32",
+        *TINY_06,
+        "--epochs=1",
+        "--checkpoints-path",
+        tmp_path / "saved",
+    ]
     code, out, err = finished(sensecore(0, 1, free_port(), *given))
     assert code == 0, err
-    assert "06_imagenet.py | started by torchrun | world size 1 |" in out and out.count("done: ") == 1
+    assert (
+        "06_imagenet.py | started by torchrun | world size 1 |" in out and out.count("done: ") == 1
+    )
 
 
 @pytest.mark.slow
@@ -89,7 +116,10 @@ def test_sensecore_sh_makes_one_world_of_two_machines(small_folder):
 def without(name):
     return [
         {name: ""},
-        f"{name} is not set: SenseCore sets it for a job submitted with -d AllReduce, not -d StandAlone",
+        (
+            f"{name} is not set: SenseCore sets it for a job submitted with -d AllReduce, not -d "
+            "StandAlone"
+        ),
     ]
 
 
@@ -100,20 +130,30 @@ def without(name):
         ({"RANK": 2}, "RANK=2: expected the number of this machine, 0 to 1"),
         ({"RANK": "one"}, "RANK=one: expected the number of this machine, 0 to 1"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two: expected the number of machines, 1 or more"),
-        ({"LOCAL_RANK": 0}, "LOCAL_RANK=0: expected no other launcher: sensecore.sh starts torchrun"),
+        (
+            {"LOCAL_RANK": 0},
+            "LOCAL_RANK=0: expected no other launcher: sensecore.sh starts torchrun",
+        ),
     ],
 )
 def test_sensecore_sh_says_which_variable_is_wrong_and_what_to_do(variables, expected):
-    code, out, err = finished(sensecore(0, 2, 29500, "06_imagenet.py", "data/imagenet", **variables))
+    code, out, err = finished(
+        sensecore(0, 2, 29500, "06_imagenet.py", "data/imagenet", **variables)
+    )
     assert (code, out) == (2, "") and len(err.splitlines()) == 1
-    assert err.startswith(f"sensecore.sh: error: {expected}") and "06_imagenet.py data/imagenet" in err
+    assert (
+        err.startswith(f"sensecore.sh: error: {expected}") and "06_imagenet.py data/imagenet" in err
+    )
 
 
 @pytest.mark.parametrize("file", ["sensecore.sh", "mpirun.sh"])
 def test_a_launch_file_that_is_given_no_script_says_how_to_give_one(file):
     code, out, err = finished(launch(f"launch/{file}"))
     assert (code, out) == (2, "") and len(err.splitlines()) == 1
-    assert err.startswith(f"{file}: error: no script given: expected") and f"launch/{file} 06_imagenet.py" in err
+    assert (
+        err.startswith(f"{file}: error: no script given: expected")
+        and f"launch/{file} 06_imagenet.py" in err
+    )
 
 
 # mpirun
@@ -128,9 +168,18 @@ def mpirun_sh():
 
 
 @pytest.mark.slow
-def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved_when_it_is_asked_to(mpirun_sh, tmp_path):
+def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved_when_it_is_asked_to(
+    mpirun_sh, tmp_path
+):
     (tmp_path / "hosts").write_text("# this machine, with two processes\nlocalhost slots=2\n")
-    given = ["06_imagenet.py", "--dummy=64", *TINY_06, "--print-every=1", "--checkpoints-path", tmp_path / "saved"]
+    given = [
+        "06_imagenet.py",
+        "--dummy=64",
+        *TINY_06,
+        "--print-every=1",
+        "--checkpoints-path",
+        tmp_path / "saved",
+    ]
     job = mpirun_sh(*given, "--epochs=100000", HOSTFILE=tmp_path / "hosts")
     seen = read_until(job, "== step:")
     assert "06_imagenet.py | started by mpirun | world size 2 (2 on this machine)" in seen
@@ -139,7 +188,9 @@ def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved_when_it_is_asked_t
     saved = re.search(r"stopped by a signal after step (\d+): saved", out)
     assert code == EXIT_REQUEUE and saved, out + err
     epochs = int(saved[1]) // 8 + 1
-    code, out, err = finished(mpirun_sh(*given, f"--epochs={epochs}", "--resume", HOSTS="localhost:2"))
+    code, out, err = finished(
+        mpirun_sh(*given, f"--epochs={epochs}", "--resume", HOSTS="localhost:2")
+    )
     assert code == 0, err
     assert f"after step {saved[1]} of {8 * epochs}" in out and out.count("done: ") == 1
 
@@ -156,12 +207,16 @@ def test_mpirun_sh_leaves_all_cores_to_every_process(mpirun_sh, tmp_path):
 
 def test_mpirun_sh_without_open_mpi_or_its_hosts_says_so(mpirun_sh, tmp_path):
     code, _, err = finished(mpirun_sh("train.py", HOSTFILE=tmp_path / "none"))
-    assert code == 2 and err.startswith(f"mpirun.sh: error: HOSTFILE={tmp_path}/none: expected a file with one line")
+    assert code == 2 and err.startswith(
+        f"mpirun.sh: error: HOSTFILE={tmp_path}/none: expected a file with one line"
+    )
     (tmp_path / "mpirun").write_text("#!/bin/sh\necho HYDRA build details:\n")
     (tmp_path / "mpirun").chmod(0o755)
     other = launch("env", f"PATH={tmp_path}:{os.environ['PATH']}", "launch/mpirun.sh", "train.py")
     code, _, err = finished(other)
-    assert code == 2 and err.startswith("mpirun.sh: error: mpirun is 'HYDRA build details:': expected Open MPI")
+    assert code == 2 and err.startswith(
+        "mpirun.sh: error: mpirun is 'HYDRA build details:': expected Open MPI"
+    )
 
 
 # Kubernetes
@@ -182,7 +237,10 @@ def read(file):
     return list(yaml.load_all((LAUNCH / "kubernetes" / file).read_text(), StrictLoader))
 
 
-MODELS = {"PyTorchJob": "KubeflowOrgV1PyTorchJob", "PersistentVolumeClaim": "V1PersistentVolumeClaim"}
+MODELS = {
+    "PyTorchJob": "KubeflowOrgV1PyTorchJob",
+    "PersistentVolumeClaim": "V1PersistentVolumeClaim",
+}
 VERSIONS = {"PyTorchJob": "kubeflow.org/v1", "PersistentVolumeClaim": "v1"}
 PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": object}
 
@@ -206,15 +264,22 @@ def _validate(value, kind, where):
         assert isinstance(value, dict), f"{where}: {value!r} is no mapping"
         return {key: _validate(item, mapping[1], f"{where}.{key}") for key, item in value.items()}
     if kind in PLAIN:
-        good = isinstance(value, PLAIN[kind]) and (kind in ("bool", "object") or not isinstance(value, bool))
+        good = isinstance(value, PLAIN[kind]) and (
+            kind in ("bool", "object") or not isinstance(value, bool)
+        )
         assert good, f"{where}: {value!r} is no {kind}"
         return value
     package = "kubeflow.training" if kind.startswith("Kubeflow") else "kubernetes.client"
     model = getattr(importlib.import_module(f"{package}.models"), kind)
     assert isinstance(value, dict), f"{where}: {value!r} is no {kind}"
     names = {key: name for name, key in model.attribute_map.items()}
-    assert value.keys() <= names.keys(), f"{where}: no such key: {', '.join(value.keys() - names.keys())}"
-    parts = {names[k]: _validate(v, model.openapi_types[names[k]], f"{where}.{k}") for k, v in value.items()}
+    assert value.keys() <= names.keys(), (
+        f"{where}: no such key: {', '.join(value.keys() - names.keys())}"
+    )
+    parts = {
+        names[k]: _validate(v, model.openapi_types[names[k]], f"{where}.{k}")
+        for k, v in value.items()
+    }
     try:
         return model(**parts)  # which looks whether all is there that must be
     except ValueError as error:
@@ -234,13 +299,31 @@ def pod_of(job, replica="Master"):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda job: job["spec"].update(nprocPerNode=8), "PyTorchJob.spec.nprocPerNode: 8 is no str"),
-        (lambda job: job["spec"].update(nProcPerNode="8"), "PyTorchJob.spec: no such key: nProcPerNode"),
+        (
+            lambda job: job["spec"].update(nprocPerNode=8),
+            "PyTorchJob.spec.nprocPerNode: 8 is no str",
+        ),
+        (
+            lambda job: job["spec"].update(nProcPerNode="8"),
+            "PyTorchJob.spec: no such key: nProcPerNode",
+        ),
         (lambda job: job["spec"].pop("pytorchReplicaSpecs"), "PyTorchJob.spec: Invalid value for"),
-        (lambda job: pod_of(job).update(terminationGracePeriodSeconds="60"), "terminationGracePeriodSeconds: '60' is"),
-        (lambda job: pod_of(job)["containers"][0].update(volumeMount=[]), r"containers\[0\]: no such key: volumeMount"),
-        (lambda job: pod_of(job)["volumes"][2]["emptyDir"].update(medium=True), "emptyDir.medium: True is no str"),
-        (lambda job: pod_of(job)["containers"][0].update(args="06_imagenet.py"), "args: '06_imagenet.py' is no list"),
+        (
+            lambda job: pod_of(job).update(terminationGracePeriodSeconds="60"),
+            "terminationGracePeriodSeconds: '60' is",
+        ),
+        (
+            lambda job: pod_of(job)["containers"][0].update(volumeMount=[]),
+            r"containers\[0\]: no such key: volumeMount",
+        ),
+        (
+            lambda job: pod_of(job)["volumes"][2]["emptyDir"].update(medium=True),
+            "emptyDir.medium: True is no str",
+        ),
+        (
+            lambda job: pod_of(job)["containers"][0].update(args="06_imagenet.py"),
+            "args: '06_imagenet.py' is no list",
+        ),
         (lambda job: job.update(apiVersion="kubeflow.org/v2"), "kubeflow.org/v2"),
     ],
 )
@@ -264,13 +347,17 @@ def test_the_pods_of_a_job_have_what_they_mount_and_shared_memory(file):
     assert replicas.keys() == {"Master", "Worker"} and replicas["Master"]["replicas"] == 1
     assert replicas["Master"]["template"] == replicas["Worker"]["template"]
     policies = {replica["restartPolicy"] for replica in replicas.values()}
-    assert policies == {"OnFailure" if "--resume" in str(job) else "Never"}, "only what resumes may start again"
+    assert policies == {"OnFailure" if "--resume" in str(job) else "Never"}, (
+        "only what resumes may start again"
+    )
     pod = pod_of(job)
     (container,) = pod["containers"]
     assert container["name"] == "pytorch", "as the operator wants it"
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert volumes.keys() == mounts.keys() and len(volumes) == len(pod["volumes"]) == len(container["volumeMounts"])
+    assert volumes.keys() == mounts.keys() and len(volumes) == len(pod["volumes"]) == len(
+        container["volumeMounts"]
+    )
     assert mounts["shm"] == "/dev/shm" and volumes["shm"]["emptyDir"]["medium"] == "Memory"
     paths = [part.partition("=")[2] or part for part in container["args"]]
     assert {path for path in paths if path.startswith("/")} == set(mounts.values()) - {"/dev/shm"}
@@ -279,7 +366,11 @@ def test_the_pods_of_a_job_have_what_they_mount_and_shared_memory(file):
 def test_06_saves_into_the_claim_that_is_made_for_it():
     (claim,) = read("checkpoints.yaml")
     (job,) = read("06_imagenet.yaml")
-    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod_of(job)["volumes"] if v["name"] == "checkpoints"]
+    claims = [
+        v["persistentVolumeClaim"]["claimName"]
+        for v in pod_of(job)["volumes"]
+        if v["name"] == "checkpoints"
+    ]
     assert claims == [claim["metadata"]["name"]]
     gpus = pod_of(job)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     assert gpus == job["spec"]["nprocPerNode"], "a process a GPU"
@@ -290,16 +381,28 @@ def operator(job, rank, port, processes=None):
     pods = sum(replica["replicas"] for replica in job["spec"]["pytorchReplicaSpecs"].values())
     processes = processes or job["spec"]["nprocPerNode"]
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    place = {"WORLD_SIZE": pods * int(processes), "RANK": rank, "PET_NODE_RANK": rank, "PET_NNODES": pods}
-    torchrun = {f"PET_{name}": value for name, value in master.items()} | {"PET_NPROC_PER_NODE": processes}
-    return {name: str(value) for name, value in ({"PYTHONUNBUFFERED": 1} | master | place | torchrun).items()}
+    place = {
+        "WORLD_SIZE": pods * int(processes),
+        "RANK": rank,
+        "PET_NODE_RANK": rank,
+        "PET_NNODES": pods,
+    }
+    torchrun = {f"PET_{name}": value for name, value in master.items()} | {
+        "PET_NPROC_PER_NODE": processes
+    }
+    return {
+        name: str(value)
+        for name, value in ({"PYTHONUNBUFFERED": 1} | master | place | torchrun).items()
+    }
 
 
 def command(job, variables):
     """What a pod runs, once Kubernetes has put in the variables; one that is not set it leaves as it is."""
     (container,) = pod_of(job)["containers"]
     parts = [*container["command"], *container["args"]]
-    return [re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], name[0]), part) for part in parts]
+    return [
+        re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], name[0]), part) for part in parts
+    ]
 
 
 def torchrun_of(job):
@@ -317,7 +420,10 @@ def test_torchrun_and_the_script_understand_the_command_of_a_pod(file, monkeypat
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config, args = torchrun_of(job)
     assert (config.min_nodes, config.max_nodes, config.rdzv_configs["rank"]) == (2, 2, 1)
-    assert config.nproc_per_node == int(job["spec"]["nprocPerNode"]) and config.rdzv_endpoint == "127.0.0.1:23456"
+    assert (
+        config.nproc_per_node == int(job["spec"]["nprocPerNode"])
+        and config.rdzv_endpoint == "127.0.0.1:23456"
+    )
     parsed = parse(monkeypatch, args.training_script, *args.training_script_args)
     if file.startswith("06"):
         assert (parsed.train_path, parsed.resume, parsed.arch) == ("/data", True, "resnet50")
@@ -345,7 +451,11 @@ def test_the_pods_of_a_job_train_together_by_their_command(file, small_folder, t
         pods.append(launch(*given, *more, **variables))
     (code1, out1, err1), (code0, out0, err0) = map(finished, pods)
     assert (code0, code1) == (0, 0), err0 + err1
-    assert "started by torchrun | world size 2 (1 on this machine)" in out0 and out0.count("done: ") == 1 and out1 == ""
+    assert (
+        "started by torchrun | world size 2 (1 on this machine)" in out0
+        and out0.count("done: ") == 1
+        and out1 == ""
+    )
 
 
 @pytest.mark.slow
@@ -363,5 +473,7 @@ def test_the_image_holds_all_that_the_jobs_need(tmp_path):
         _, given = torchrun_of(read(file)[0])
         command = [sys.executable, given.training_script, *given.training_script_args, "--help"]
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        end = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        end = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        )
         assert end.returncode == 0 and end.stdout.startswith("usage: "), end.stderr

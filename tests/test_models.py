@@ -59,7 +59,9 @@ def test_the_last_batch_norms_of_small_net_see_one_value_of_each_image():
     sizes = []
     for layer in model:
         if isinstance(layer, torch.nn.BatchNorm2d):
-            layer.register_forward_hook(lambda _, given, out: sizes.append(tuple(given[0].shape[2:])))
+            layer.register_forward_hook(
+                lambda _, given, out: sizes.append(tuple(given[0].shape[2:]))
+            )
     assert model(torch.zeros(4, 3, 32, 32)).shape == (4, 10)
     assert sizes == [(16, 16), (8, 8), (4, 4), (2, 2), (1, 1)]
     assert sum(p.numel() for p in model.parameters()) == 246_682
@@ -76,18 +78,25 @@ def test_a_stem_for_grey_images_keeps_the_rest_of_the_model():
     colour = build_model(flags(), images(3, (32, 32))).state_dict()
     grey = build_model(flags(), images(1, (28, 28))).state_dict()
     assert {k for k in colour if colour[k].shape != grey[k].shape} == {"conv1.weight"}
-    stem, original = build_model(flags(), images(1, (28, 28))).conv1, torchvision.models.resnet18().conv1
+    stem, original = (
+        build_model(flags(), images(1, (28, 28))).conv1,
+        torchvision.models.resnet18().conv1,
+    )
     for name in ("out_channels", "kernel_size", "stride", "padding", "bias"):
         assert getattr(stem, name) == getattr(original, name)
 
 
 def test_an_unknown_model_is_answered_with_names_that_work():
-    with pytest.raises(UserError, match=r"--arch resnet81: no such model in torchvision; try resnet18"):
+    with pytest.raises(
+        UserError, match=r"--arch resnet81: no such model in torchvision; try resnet18"
+    ):
         build_model(flags("--arch", "resnet81"), images(3, (32, 32)))
 
 
 @pytest.mark.parametrize("arch", ["alexnet", "vit_b_16"])
 def test_a_model_made_for_larger_images_says_so_in_one_line(arch):
-    with pytest.raises(UserError, match=rf"--arch {arch} cannot take 32x32 images \(.+\); try resnet18") as caught:
+    with pytest.raises(
+        UserError, match=rf"--arch {arch} cannot take 32x32 images \(.+\); try resnet18"
+    ) as caught:
         build_model(flags("--arch", arch), images(3, (32, 32)))
     assert "\n" not in str(caught.value)

@@ -160,7 +160,10 @@ def fault_in(root, before, after):
 def test_a_fault_is_noticed_by_a_test_that_fails_twice_and_passes_without_it(repository, tmp_path):
     tests = ["test_broken", "test_by_chance", "test_zero", "test_three", "test_main"]
     record = {f"tests/test_code.py::{name}": entry(1, "code.py::double") for name in tests}
-    todo = [fault_in(repository, "y = x * 2", "y = x / 2"), fault_in(repository, "log = x", "log = None")]
+    todo = [
+        fault_in(repository, "y = x * 2", "y = x / 2"),
+        fault_in(repository, "log = x", "log = None"),
+    ]
     trials = sample.Trials(record, budget=100)
     results = dict(trial.run_all(trials, todo, jobs=2, folder=tmp_path))
     assert results[todo[0]][0] == "tests/test_code.py::test_three"
@@ -277,7 +280,9 @@ def test_a_sample_continues_and_tries_survivors_again(monkeypatch, tmp_path, cap
     faults_tried, jobs, seconds = tried[-1]
     assert (len(faults_tried), jobs, seconds) == (11, 3, 7)
     expected = faults.sample(tmp_path, files, count=12, least=5, seed=2)
-    assert {(line["line"], line["after"]) for line in lines} == {(f.line, f.after) for f in expected}
+    assert {(line["line"], line["after"]) for line in lines} == {
+        (f.line, f.after) for f in expected
+    }
     survived = [line for line in lines if line["noticed"] == sample.SURVIVED]
     run("--again")
     assert 0 < len(tried[-1][0]) == len(survived) < 12

@@ -62,9 +62,12 @@ def draw(monkeypatch, tmp_path, capsys):
 def fork(command, folder):
     """The records of a command of an experiment, as experiments.execute() returns them.
 
-    Its processes are forked, which spares the seconds of importing torch: test_experiments.py starts them as they are.
+    Its processes are forked, which spares the seconds of importing torch: test_experiments.py
+    starts them as they are.
     """
-    variables, program, *words = re.fullmatch(r"((?:\w+=\S+ )*)(python|torchrun) (.*)", command).groups()
+    variables, program, *words = re.fullmatch(
+        r"((?:\w+=\S+ )*)(python|torchrun) (.*)", command
+    ).groups()
     words = shlex.split(*words)
     launcher = [words.pop(0) for _ in range(2)] if program == "torchrun" else ["--nproc-per-node=1"]
     assert launcher[-1].startswith("--nproc-per-node="), command
@@ -108,18 +111,27 @@ def test_make_charts_runs_every_notebook_in_a_fresh_kernel(tmp_path):
     env = os.environ | {"FIGURES": str(tmp_path), "VIRTUAL_ENV": sys.prefix}
     end = subprocess.run(["make", "charts"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert end.returncode == 0, end.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.png" for name in FIGURES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        f"{name}.png" for name in FIGURES
+    )
     if matplotlib.__version_info__ < (3, 11):
         pytest.skip("the figures are drawn with matplotlib 3.11, which needs Python 3.11")
     for name in FIGURES:
-        fresh, kept = (matplotlib.image.imread(folder / f"{name}.png") for folder in (tmp_path, ROOT / "docs/figures"))
+        fresh, kept = (
+            matplotlib.image.imread(folder / f"{name}.png")
+            for folder in (tmp_path, ROOT / "docs/figures")
+        )
         assert fresh.shape == kept.shape, f"docs/figures/{name}.png: make charts"
-        assert (abs(fresh - kept).max(axis=-1) > 0.2).mean() < 0.002, f"docs/figures/{name}.png: make charts"
+        assert (abs(fresh - kept).max(axis=-1) > 0.2).mean() < 0.002, (
+            f"docs/figures/{name}.png: make charts"
+        )
 
 
 @pytest.mark.slow
 def test_make_charts_leaves_out_what_a_machine_has_not_recorded():
-    end = subprocess.run(["make", "charts", "MACHINE=nobody"], cwd=ROOT, capture_output=True, text=True)
+    end = subprocess.run(
+        ["make", "charts", "MACHINE=nobody"], cwd=ROOT, capture_output=True, text=True
+    )
     assert end.returncode == 2 and "nothing in results/ for MACHINE=nobody" in end.stderr
     for name in NOTEBOOKS:
         assert f"skipping {name}, which is not recorded: " in end.stdout
@@ -142,13 +154,23 @@ def test_a_notebook_says_on_what_was_measured_and_how_often(name, draw):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_holds_the_charts_and_the_numbers_of_now_and_tells_how_to_add_a_machine(name, draw):
+def test_a_notebook_holds_the_charts_and_the_numbers_of_now_and_tells_how_to_add_a_machine(
+    name, draw
+):
     outputs = [output for cell in cells(name) for output in cell["outputs"]]
-    assert {output["name"] for output in outputs if output["output_type"] == "stream"} == {"stdout"}, "no warnings"
-    stored = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+    assert {output["name"] for output in outputs if output["output_type"] == "stream"} == {
+        "stdout"
+    }, "no warnings"
+    stored = "".join(
+        "".join(output["text"]) for output in outputs if output["output_type"] == "stream"
+    )
     printed = [re.sub(r"figure: \S+/", "figure: ", text) for text in (stored, draw(name))]
     assert printed[0] == printed[1], f"notebooks/{name}.ipynb is stale: make charts"
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == stored.count("figure: ") >= 1
+    assert (
+        sum("image/png" in output.get("data", {}) for output in outputs)
+        == stored.count("figure: ")
+        >= 1
+    )
     text = "".join("".join(cell["source"]) for cell in cells(name, "markdown"))
     assert "## Your own machine" in text and f"python tools/experiments.py {name}" in text
     assert "make charts MACHINE=" in text
@@ -156,7 +178,10 @@ def test_a_notebook_holds_the_charts_and_the_numbers_of_now_and_tells_how_to_add
 
 def test_the_speed_of_a_run_is_the_mean_of_its_epochs_without_the_first():
     run = {"started": "now", "command": "x"}
-    epochs = [run | {"epoch": k, "images_per_second": speed} for k, speed in ((1, 10.0), (2, 30.0), (3, 50.0))]
+    epochs = [
+        run | {"epoch": k, "images_per_second": speed}
+        for k, speed in ((1, 10.0), (2, 30.0), (3, 50.0))
+    ]
     assert charts.steady(epochs) == [epochs[2] | {"images_per_second": 40.0}]
     assert charts.steady(epochs[:1]) == epochs[:1]
 
@@ -180,14 +205,25 @@ def test_fresh_records_hold_what_was_measured(fresh_results):
     assert {(r["world_size"], r["batch_size"], r["sync_bn"]) for r in by["syncbn"]} == {
         (1, 4, False), (2, 2, False), (2, 2, True)
     }  # fmt: skip
-    reduces, steps = records.select(by["scaling"], bench="all_reduce"), records.select(by["scaling"], bench="step")
-    assert {r["world_size"] for r in reduces} == {2, 3} and {r["world_size"] for r in steps} == {1, 2, 3}
+    reduces, steps = (
+        records.select(by["scaling"], bench="all_reduce"),
+        records.select(by["scaling"], bench="step"),
+    )
+    assert {r["world_size"] for r in reduces} == {2, 3} and {r["world_size"] for r in steps} == {
+        1,
+        2,
+        3,
+    }
     assert len({r["bytes"] for r in reduces}) == 9
     for r in steps:
-        assert len(r["ready_seconds"]) == len(r["bucket_bytes"]) and r["ready_seconds"] == sorted(r["ready_seconds"])
+        assert len(r["ready_seconds"]) == len(r["bucket_bytes"]) and r["ready_seconds"] == sorted(
+            r["ready_seconds"]
+        )
         assert r["ready_seconds"][0] > 0 and r["ready_seconds"][-1] < r["compute_seconds"]
     weights = sum(steps[0]["bucket_bytes"]) / 4
-    assert weights == 9 * 3 * 32 + 32 + 9 * 32 * 64 + 64 + 64 * 14 * 14 * 128 + 128 + 128 * 2 + 2, "all of mnist_net's"
+    assert weights == 9 * 3 * 32 + 32 + 9 * 32 * 64 + 64 + 64 * 14 * 14 * 128 + 128 + 128 * 2 + 2, (
+        "all of mnist_net's"
+    )
 
 
 # What cannot be drawn
@@ -207,7 +243,12 @@ def spoil(tmp_path):
     return spoil
 
 
-DRAWN = {"speed": "images_per_second", "syncbn": "test_acc", "accuracy": "train_acc", "scaling": "seconds"}
+DRAWN = {
+    "speed": "images_per_second",
+    "syncbn": "test_acc",
+    "accuracy": "train_acc",
+    "scaling": "seconds",
+}
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -220,10 +261,17 @@ def test_a_missing_or_wrong_column_is_named_with_its_line(name, draw, spoil):
 
     with pytest.raises(RecordError, match=rf"{charts.OURS}\.jsonl, line 3: no column '{column}'"):
         draw(name, results=spoil(name, without))
-    with pytest.raises(RecordError, match=rf"line 2: {column} is 'fast', expected a value of type float"):
-        draw(name, results=spoil(name, lambda lines: [lines[0], lines[1] | {column: "fast"}, *lines[2:]]))
+    with pytest.raises(
+        RecordError, match=rf"line 2: {column} is 'fast', expected a value of type float"
+    ):
+        draw(
+            name,
+            results=spoil(name, lambda lines: [lines[0], lines[1] | {column: "fast"}, *lines[2:]]),
+        )
     with pytest.raises(RecordError, match=rf"line 1: {column} is nan, expected"):
-        draw(name, results=spoil(name, lambda lines: [lines[0] | {column: float("nan")}, *lines[1:]]))
+        draw(
+            name, results=spoil(name, lambda lines: [lines[0] | {column: float("nan")}, *lines[1:]])
+        )
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -237,11 +285,16 @@ def test_an_empty_results_folder_says_how_to_fill_it(name, draw, spoil, tmp_path
 
 @pytest.mark.parametrize("name", ["speed", "syncbn", "accuracy"])
 def test_runs_that_cannot_be_compared_are_not_drawn_together(name, draw, spoil):
-    with pytest.raises(RecordError, match=r"mixes runs with model .*record quick trials under another name"):
+    with pytest.raises(
+        RecordError, match=r"mixes runs with model .*record quick trials under another name"
+    ):
         draw(name, results=spoil(name, lambda lines: [*lines, lines[-1] | {"model": "mnist_net"}]))
     column = {"speed": "limit", "syncbn": "epoch", "accuracy": "epoch"}[name]
     with pytest.raises(RecordError, match=rf"mixes runs with {column} "):
-        draw(name, results=spoil(name, lambda lines: [*lines, lines[0] | {column: 2, "started": "2026"}]))
+        draw(
+            name,
+            results=spoil(name, lambda lines: [*lines, lines[0] | {column: 2, "started": "2026"}]),
+        )
 
 
 @pytest.mark.parametrize(("device", "cores"), [("cuda", 64), ("cpu", 1)])
@@ -256,7 +309,10 @@ def test_the_speed_of_one_device_alone_is_drawn_too(device, cores, draw, spoil):
 
 
 SERIES = {  # name -> a series of the figure, and which records it is drawn from
-    "speed": ("DDP, global batch of 128 images", lambda r: r["script"].startswith("03") and r["global_batch"] == 128),
+    "speed": (
+        "DDP, global batch of 128 images",
+        lambda r: r["script"].startswith("03") and r["global_batch"] == 128,
+    ),
     "syncbn": ("with SyncBN", lambda r: r["sync_bn"]),
     "accuracy": ("with warm-up", lambda r: r["warmup_epochs"]),
 }
@@ -270,8 +326,13 @@ def test_a_series_without_data_is_not_left_out_in_silence(name, draw, spoil):
 
 
 def test_scaling_needs_world_sizes_to_fit_and_others_to_predict(draw, spoil):
-    with pytest.raises(RecordError, match=r"world sizes \[2\] recorded, expected 1 and two more at least"):
-        draw("scaling", results=spoil("scaling", lambda lines: [r for r in lines if r["world_size"] < 3]))
+    with pytest.raises(
+        RecordError, match=r"world sizes \[2\] recorded, expected 1 and two more at least"
+    ):
+        draw(
+            "scaling",
+            results=spoil("scaling", lambda lines: [r for r in lines if r["world_size"] < 3]),
+        )
 
 
 def test_a_figure_without_data_or_names_is_not_saved(tmp_path, monkeypatch):
@@ -299,15 +360,21 @@ def test_a_ring_sends_each_part_round_twice():
     for devices, size in ((2, 1000), (5, 1000), (8, 64)):
         rounds = 2 * (devices - 1)
         sent = rounds * size / devices
-        assert step_model.ring_seconds(size, devices, 0.5, 10) == pytest.approx(rounds * 0.5 + sent / 10)
+        assert step_model.ring_seconds(size, devices, 0.5, 10) == pytest.approx(
+            rounds * 0.5 + sent / 10
+        )
     assert step_model.ring_seconds(1000, 1, 0.5, 10) == 0
 
 
 @pytest.mark.parametrize("ring", [step_model.ring_seconds, step_model.shared_ring_seconds])
 def test_the_fit_finds_the_latency_and_the_bandwidth_that_made_the_times(ring):
     sizes = [(size, n) for size in (1e3, 1e5, 1e7) for n in (2, 4, 8)]
-    assert step_model.fit_ring(ring, [(*at, ring(*at, 3e-4, 2e9)) for at in sizes]) == pytest.approx((3e-4, 2e9))
-    falling = [(size, n, ring(size, n, 1e-4, 1e9) - (1e-4 if size < 1e4 else 0)) for size, n in sizes]
+    assert step_model.fit_ring(
+        ring, [(*at, ring(*at, 3e-4, 2e9)) for at in sizes]
+    ) == pytest.approx((3e-4, 2e9))
+    falling = [
+        (size, n, ring(size, n, 1e-4, 1e9) - (1e-4 if size < 1e4 else 0)) for size, n in sizes
+    ]
     latency, bandwidth = step_model.fit_ring(ring, falling)
     assert latency >= 0 and bandwidth > 0, "never less than nothing, whatever was measured"
 
@@ -320,8 +387,12 @@ def test_sending_hides_behind_the_backward_pass_but_for_the_last_bucket():
         return step_model.step_seconds(STEP, lambda size: size * per_byte, overlap)
 
     assert seconds(0) == 4.5
-    assert seconds(0.1) == pytest.approx(4.5 + 0.2), "the first two are sent by 2 and by 3, the last from 4 to 4.2"
-    assert seconds(0.2) == pytest.approx(1 + 2 + 2 + 0.4 + 0.5), "each waits for the one before: 3, then 5, then 5.4"
+    assert seconds(0.1) == pytest.approx(4.5 + 0.2), (
+        "the first two are sent by 2 and by 3, the last from 4 to 4.2"
+    )
+    assert seconds(0.2) == pytest.approx(1 + 2 + 2 + 0.4 + 0.5), (
+        "each waits for the one before: 3, then 5, then 5.4"
+    )
     assert seconds(0.2, overlap=0) == pytest.approx(4.5 + 22 * 0.2)
     assert seconds(0.2, overlap=0.5) == pytest.approx((5.9 + 8.9) / 2)
 
@@ -334,7 +405,9 @@ def test_the_overlap_is_found_again_and_never_beyond_all_or_none():
         seconds = step_model.step_seconds(STEP, all_reduce, overlap)
         assert step_model.fit_overlap([(STEP, all_reduce, seconds)]) == pytest.approx(overlap)
     assert step_model.fit_overlap([(STEP, all_reduce, 100.0)]) == 0
-    assert step_model.efficiency(STEP, lambda size: 0) == 1 > step_model.efficiency(STEP, all_reduce)
+    assert (
+        step_model.efficiency(STEP, lambda size: 0) == 1 > step_model.efficiency(STEP, all_reduce)
+    )
 
 
 CLUSTER = step_model.Cluster(4, network=10, inside=1000, hop_inside=0.1, hop_between=0.5, start=2)
@@ -345,11 +418,17 @@ def test_an_all_reduce_between_nodes_is_a_ring_or_a_tree():
     ring = 2 + (14 - 2) * 0.1 + 2 * 0.5 + 2 * 7 / 8 * 1000 / 10
     tree = 2 + 2 * (3 * 0.1 + 1 * 0.5) + 2 * 1000 / 9
     assert step_model.cluster_seconds(1000, 8, CLUSTER) == pytest.approx(ring) and ring < tree
-    assert step_model.cluster_seconds(1, 8, CLUSTER) == pytest.approx(2 + 2 * 0.8 + 2 / 9), "a tree has fewer hops"
-    assert step_model.cluster_seconds(1000, 4, CLUSTER) == pytest.approx(2 + 6 * 0.1 + 1.5), "the links of one node"
+    assert step_model.cluster_seconds(1, 8, CLUSTER) == pytest.approx(2 + 2 * 0.8 + 2 / 9), (
+        "a tree has fewer hops"
+    )
+    assert step_model.cluster_seconds(1000, 4, CLUSTER) == pytest.approx(2 + 6 * 0.1 + 1.5), (
+        "the links of one node"
+    )
     assert step_model.cluster_seconds(1000, 1, CLUSTER) == 0
     few, many = (step_model.cluster_seconds(1, n, CLUSTER) for n in (512, 4096))
-    assert many - few == pytest.approx(2 * 3 * 0.5), "eight times the nodes are three more levels of the tree"
+    assert many - few == pytest.approx(2 * 3 * 0.5), (
+        "eight times the nodes are three more levels of the tree"
+    )
 
 
 def test_all_wait_for_the_slowest():
@@ -357,7 +436,9 @@ def test_all_wait_for_the_slowest():
     draws = np.random.default_rng(0).normal(1, 0.02, (2000, 256)).max(axis=1).mean()
     assert draws == pytest.approx(step_model.slowest(256, 0.02), abs=0.02)
     perfect = step_model.Cluster(8, 1e15, 1e15, 0, 0, 0)
-    assert step_model.cluster_efficiency(STEP, 256, perfect, 0.02) == pytest.approx(1 / step_model.slowest(256, 0.02))
+    assert step_model.cluster_efficiency(STEP, 256, perfect, 0.02) == pytest.approx(
+        1 / step_model.slowest(256, 0.02)
+    )
 
 
 @pytest.mark.parametrize("name", charts.published()["scaling"])

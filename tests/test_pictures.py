@@ -47,7 +47,9 @@ main()
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_is_drawn_by_the_code_as_it_is_now_and_shown_on_a_page(name):
     source = Image.open(ROOT / f"docs/figures/{name}.png").text["Source"]
-    assert source == pictures.fingerprint(), f"docs/figures/{name}.png is stale: python tools/book/pictures.py"
+    assert source == pictures.fingerprint(), (
+        f"docs/figures/{name}.png is stale: python tools/book/pictures.py"
+    )
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     assert re.search(rf"!\[[^\]]{{20,}}\]\(figures/{name}\.png\)", pages), (
         f"no page shows {name}.png with a description"
@@ -72,8 +74,10 @@ def test_the_ring_of_the_picture_adds_up_and_sends_as_much_as_the_model_says(ran
     values = pictures.initial_values(ranks)
     rounds, total = pictures.ring_rounds(values), values.sum(axis=0)
     assert (rounds[-1][0] == total).all()
-    assert (rounds[ranks - 1][0] == total).sum() == ranks  # halfway each rank has one finished piece
-    assert all((came.sum(axis=1) == 1).all() for _, came in rounds[1:])  # each rank gets one piece a round
+    # halfway each rank has one finished piece
+    assert (rounds[ranks - 1][0] == total).sum() == ranks
+    # each rank gets one piece a round
+    assert all((came.sum(axis=1) == 1).all() for _, came in rounds[1:])
     pieces = sum(came.sum() for _, came in rounds) / ranks
     assert pieces / ranks == pytest.approx(ring_seconds(1, ranks, latency=0, bandwidth=1))
 
@@ -87,16 +91,31 @@ def test_the_overlap_in_the_picture_is_that_of_the_model():
 
 @pytest.mark.flags("tools/bench/trace.py", "--trace", "--log-file")
 @pytest.mark.slow
-def test_a_trace_shows_the_parts_of_a_step_and_the_share_of_the_all_reduces_that_is_hidden(tmp_path):
-    given = ["--trace", tmp_path / "trace.json", "--batch-size", 2, "--log-file", tmp_path / "log.jsonl"]
+def test_a_trace_shows_the_parts_of_a_step_and_the_share_of_the_all_reduces_that_is_hidden(
+    tmp_path,
+):
+    given = [
+        "--trace",
+        tmp_path / "trace.json",
+        "--batch-size",
+        2,
+        "--log-file",
+        tmp_path / "log.jsonl",
+    ]
     ranks = Ranks(tmp_path, 2, given, script="tools/bench/trace.py")
     assert ranks.wait() == [0, 0], ranks.output()
     spans = json.loads((tmp_path / "log.jsonl").read_text())["spans"]
-    (forward,), (backward,), (optimizer,) = (spans[name] for name in ("forward", "backward", "optimizer"))
+    (forward,), (backward,), (optimizer,) = (
+        spans[name] for name in ("forward", "backward", "optimizer")
+    )
     assert 0 == forward[0] < forward[1] <= backward[0] < backward[1] <= optimizer[0] < optimizer[1]
     assert spans["all_reduce"] and all(begin >= backward[0] for begin, _ in spans["all_reduce"])
-    assert re.search(r"^\d+% of the all-reduces' time is hidden behind the backward pass", ranks.output(), re.M)
-    names = {event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert re.search(
+        r"^\d+% of the all-reduces' time is hidden behind the backward pass", ranks.output(), re.M
+    )
+    names = {
+        event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    }
     assert {"forward", "backward", "optimizer", "gloo:all_reduce"} <= names
 
 

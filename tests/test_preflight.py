@@ -17,7 +17,17 @@ from processes import finished
 sys.path.append(str(ROOT / "launch"))
 import preflight
 
-CHECKS = ["ranks", "launch", "devices", "addresses", "network", "port", "versions", "code", "clocks"]
+CHECKS = [
+    "ranks",
+    "launch",
+    "devices",
+    "addresses",
+    "network",
+    "port",
+    "versions",
+    "code",
+    "clocks",
+]
 CHECKS += ["shared memory", "threads", "all_reduce"]
 
 
@@ -37,10 +47,18 @@ def failed(out):
 def on_two(hosts, *flags, variables=({}, {}), fake=None):
     """Start it on both hosts as Kubernetes would, one process on each; returns rank 0's code, output and errors."""
     script = "tests/helpers/faked_preflight.py" if fake else "launch/preflight.py"
-    common = {"WORLD_SIZE": 2, "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": 29500, "FAKE": fake}
+    common = {
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": hosts.addresses[0],
+        "MASTER_PORT": 29500,
+        "FAKE": fake,
+    }
     common = {name: value for name, value in common.items() if value is not None}
     both = [
-        hosts.popen(i, "python", script, *flags, variables=common | {"RANK": i} | dict(variables[i])) for i in range(2)
+        hosts.popen(
+            i, "python", script, *flags, variables=common | {"RANK": i} | dict(variables[i])
+        )
+        for i in range(2)
     ]
     end = finished(both[0])
     hosts.kill(1)  # one that was stopped is still there
@@ -51,10 +69,17 @@ def on_two(hosts, *flags, variables=({}, {}), fake=None):
 @pytest.mark.flags("launch/preflight.py", "--json")
 @pytest.mark.slow
 def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by_size(hosts):
-    torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=1", f"--master-addr={hosts.addresses[0]}"]
+    torchrun = [
+        "torchrun",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        f"--master-addr={hosts.addresses[0]}",
+    ]
     secret = {"MY_SECRET_TOKEN": "hunter2", "AWS_SECRET_ACCESS_KEY": "hunter3"}
     both = [
-        hosts.popen(i, *torchrun, f"--node-rank={i}", "launch/preflight.py", "--json", variables=secret)
+        hosts.popen(
+            i, *torchrun, f"--node-rank={i}", "launch/preflight.py", "--json", variables=secret
+        )
         for i in range(2)
     ]
     (code, out, err), (other, nothing, _) = map(finished, both)
@@ -65,7 +90,9 @@ def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by
     assert [rank["addresses"]["gloo"][1] for rank in report["ranks"]] == hosts.addresses
     assert [rank["host"] for rank in report["ranks"]] == hosts.names
     for size, speed in zip(preflight.SIZES, report["all_reduce"], strict=True):
-        assert speed["bytes"] == size and speed["bus_bandwidth"] == pytest.approx(size / speed["seconds"])
+        assert speed["bytes"] == size and speed["bus_bandwidth"] == pytest.approx(
+            size / speed["seconds"]
+        )
     assert "hunter" not in out + err
 
 
@@ -107,14 +134,18 @@ def test_a_rank_that_never_answers_is_named(hosts):
 def test_a_rank_that_stands_still_in_all_reduce_is_named(hosts):
     code, out, err = on_two(hosts, fake="stopped in all_reduce")
     assert code == 1, err
-    assert failed(out) == {"all_reduce": "no sign of life: rank 1 on host2, last at all_reduce of 4 KiB"}
+    assert failed(out) == {
+        "all_reduce": "no sign of life: rank 1 on host2, last at all_reduce of 4 KiB"
+    }
 
 
 @pytest.mark.slow
 def test_without_rank_0_the_others_say_so_and_end(hosts):
     given = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": 29500}
     code, _, err = finished(hosts.popen(1, "python", "launch/preflight.py", variables=given))
-    assert code == 2 and "preflight.py: error: rank 1 could not reach rank 0 at 10.77.0.1:29500" in err
+    assert (
+        code == 2 and "preflight.py: error: rank 1 could not reach rank 0 at 10.77.0.1:29500" in err
+    )
 
 
 # On a Slurm cluster
@@ -124,7 +155,15 @@ def srun(slurm, *options, fake=None, **variables):
     """Run it as two tasks on each of two nodes."""
     script = "tests/helpers/faked_preflight.py" if fake else "launch/preflight.py"
     env = variables | ({"FAKE": fake} if fake else {})
-    end = slurm.run("srun", "--nodelist=n01,n02", "--ntasks-per-node=2", *options, "python", script, env_extra=env)
+    end = slurm.run(
+        "srun",
+        "--nodelist=n01,n02",
+        "--ntasks-per-node=2",
+        *options,
+        "python",
+        script,
+        env_extra=env,
+    )
     return end.returncode, end.stdout, end.stderr
 
 
@@ -140,7 +179,10 @@ def test_srun_on_two_nodes_passes_and_prints_a_line_for_each_rank(slurm):
         ("3", "n02"),
     ]
     assert re.search(r"^64 MiB +[\d.]+ ms +[\d.]+ GB/s$", out, re.M)
-    assert out.endswith("preflight: 0 of 12 checks failed, 0 with a warning\n") or "warn  threads" in out
+    assert (
+        out.endswith("preflight: 0 of 12 checks failed, 0 with a warning\n")
+        or "warn  threads" in out
+    )
 
 
 @pytest.mark.slow
@@ -157,8 +199,16 @@ def test_what_is_wrong_on_a_node_of_slurm_is_named(slurm):
 @pytest.mark.parametrize(
     ("fake", "check", "found"),
     [
-        ("killed", "ranks", "rank 3 of 4 did not answer within 10 s (n01 has ranks 0-1; n02 has rank 2)"),
-        ("killed in all_reduce", "all_reduce", "no sign of life: rank 3 on n02, last at all_reduce of 4 KiB"),
+        (
+            "killed",
+            "ranks",
+            "rank 3 of 4 did not answer within 10 s (n01 has ranks 0-1; n02 has rank 2)",
+        ),
+        (
+            "killed in all_reduce",
+            "all_reduce",
+            "no sign of life: rank 3 on n02, last at all_reduce of 4 KiB",
+        ),
     ],
 )
 def test_a_task_that_dies_is_named(slurm, fake, check, found):
@@ -171,7 +221,8 @@ def test_a_torchrun_in_each_of_two_tasks_is_refused(slurm):
     command = ["srun", "--ntasks=2", "--nodes=1", "torchrun", "--standalone", "--nproc-per-node=2"]
     end = slurm.run(*command, "launch/preflight.py")
     assert (
-        end.returncode != 0 and "srun has started 2 tasks with a torchrun on 1 machine(s), expected one" in end.stderr
+        end.returncode != 0
+        and "srun has started 2 tasks with a torchrun on 1 machine(s), expected one" in end.stderr
     )
 
 
@@ -182,24 +233,37 @@ def fact(rank, **more):
     """A rank on a machine with four cores, two ranks on each machine."""
     host = f"n{rank // 2}"
     return {
-        "rank": rank, "world_size": 4, "local_rank": rank % 2, "launcher": "srun", "host": host, "pid": 100 + rank,
-        "problem": None, "device": "cpu", "device_name": "cpu", "device_id": None, "gpus": 0, "backend": "gloo",
-        "addresses": {"gloo": ("eth0", f"10.0.0.{rank // 2}")}, "interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.1"},
+        "rank": rank, "world_size": 4, "local_rank": rank % 2, "launcher": "srun", "host": host, (
+            "pid"
+        ): 100 + rank,
+        "problem": None, "device": "cpu", "device_name": "cpu", "device_id": None, "gpus": 0, (
+            "backend"
+        ): "gloo",
+        "addresses": {"gloo": ("eth0", f"10.0.0.{rank // 2}")}, "interfaces": {"lo": "127.0.0.1", (
+            "eth0"
+        ): "10.0.0.1"},
         "python": "3.12.1", "torch": "2.9.0", "cuda": None, "nccl": None, "code": "abcdef01",
         "shared_memory": 2**33, "threads": 2, "cores": [0, 1, 2, 3], "variables": {},
     } | more  # fmt: skip
 
 
 def test_a_rank_that_is_there_twice_is_named_with_both_processes():
-    check = preflight.check_ranks([fact(0), fact(1), fact(1, pid=77, host="n9"), fact(2), fact(3)], 4)
-    assert check.verdict == "FAIL" and check.found == "rank 1 is claimed twice: process 101 on n0 and process 77 on n9"
+    check = preflight.check_ranks(
+        [fact(0), fact(1), fact(1, pid=77, host="n9"), fact(2), fact(3)], 4
+    )
+    assert (
+        check.verdict == "FAIL"
+        and check.found == "rank 1 is claimed twice: process 101 on n0 and process 77 on n9"
+    )
 
 
 def test_ranks_that_are_missing_are_named_with_what_to_check_on_their_machine():
     check = preflight.check_ranks([fact(0), fact(1), fact(3)], 4)
     assert check.verdict == "FAIL" and check.found.startswith("rank 2 of 4 did not answer within ")
     assert check.found.endswith(" s (n0 has ranks 0-1; n1 has rank 3)")
-    assert check.change.startswith("on the machine that is not listed, check the command, MASTER_ADDR and")
+    assert check.change.startswith(
+        "on the machine that is not listed, check the command, MASTER_ADDR and"
+    )
 
 
 def test_sizes_are_told_in_the_largest_unit_that_fits():
@@ -209,21 +273,32 @@ def test_sizes_are_told_in_the_largest_unit_that_fits():
 
 def test_ranks_of_different_worlds_are_told_apart():
     check = preflight.check_launch([fact(0), fact(1, world_size=2)])
-    assert (check.verdict, check.found) == ("FAIL", "world_size 4 on rank 0; world_size 2 on rank 1")
+    assert (check.verdict, check.found) == (
+        "FAIL",
+        "world_size 4 on rank 0; world_size 2 on rank 1",
+    )
 
 
 def test_gpus_on_some_ranks_alone_and_gpus_that_idle_are_told():
     nccl = {"backend": "nccl", "device": "cuda:0", "device_id": "GPU-1", "gpus": 8}
-    assert preflight.check_devices([fact(0, **nccl), fact(1)]).found == "nccl on rank 0; gloo on rank 1"
+    assert (
+        preflight.check_devices([fact(0, **nccl), fact(1)]).found
+        == "nccl on rank 0; gloo on rank 1"
+    )
     check = preflight.check_devices([fact(0, **nccl), fact(1, **nccl | {"device_id": "GPU-2"})])
     assert (check.verdict, check.found) == ("warn", "n0 has 8 GPUs and 2 rank(s)")
     refused = preflight.check_devices([fact(0, problem="4 processes on this machine, 2 GPU(s)")])
-    assert (refused.verdict, refused.found) == ("FAIL", "rank 0 on n0: 4 processes on this machine, 2 GPU(s)")
+    assert (refused.verdict, refused.found) == (
+        "FAIL",
+        "rank 0 on n0: 4 processes on this machine, 2 GPU(s)",
+    )
 
 
 def test_gpus_that_torch_cannot_use_are_a_failure_unless_they_are_hidden(monkeypatch, tmp_path):
     def too_old():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040). Please update it."
+        )
 
     monkeypatch.setattr(preflight, "NVIDIA", tmp_path)
     monkeypatch.setattr(torch.cuda, "init", too_old)
@@ -231,18 +306,29 @@ def test_gpus_that_torch_cannot_use_are_a_failure_unless_they_are_hidden(monkeyp
     assert preflight.unusable_gpus() is None, "no GPU in this machine"
     (tmp_path / "0000:07:00.0").mkdir()
     check = preflight.check_devices([preflight.facts(0, 1, 0, 1, "python")])
-    assert check.verdict == "FAIL" and "driver on your system is too old (found version 11040); see" in check.found
+    assert (
+        check.verdict == "FAIL"
+        and "driver on your system is too old (found version 11040); see" in check.found
+    )
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    assert "torch cannot use the GPUs here: it finds none; see nvidia-smi" in preflight.unusable_gpus()
+    assert (
+        "torch cannot use the GPUs here: it finds none; see nvidia-smi" in preflight.unusable_gpus()
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert preflight.check_devices([preflight.facts(0, 1, 0, 1, "python")]).verdict == "ok"
 
 
 def test_different_versions_are_a_failure_with_the_command_that_mends_it():
     check = preflight.check_versions([fact(0), fact(2, torch="2.9.1")])
-    assert (check.verdict, check.found) == ("FAIL", f"torch {fact(0)['torch']} on rank 0; torch 2.9.1 on rank 2")
+    assert (check.verdict, check.found) == (
+        "FAIL",
+        f"torch {fact(0)['torch']} on rank 0; torch 2.9.1 on rank 2",
+    )
     wanted = fact(0)["torch"].partition("+")[0]
-    assert check.change == f"the same on all machines: pip install torch=={wanted} on {fact(2)['host']}"
+    assert (
+        check.change
+        == f"the same on all machines: pip install torch=={wanted} on {fact(2)['host']}"
+    )
 
 
 def test_the_variables_of_the_network_are_among_the_facts(monkeypatch):
@@ -250,13 +336,22 @@ def test_the_variables_of_the_network_are_among_the_facts(monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert preflight.facts(0, 1, 0, 1, "python")["variables"] == given
-    documented = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_DEBUG"}
+    documented = {
+        "NCCL_SOCKET_IFNAME",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_IB_DISABLE",
+        "NCCL_P2P_DISABLE",
+        "NCCL_DEBUG",
+    }
     assert documented <= given.keys()
 
 
 def test_gloo_is_checked_beside_nccl_because_06_uses_both():
     """As on Debian, where a machine's own name resolves to 127.0.1.1."""
-    both = {"backend": "nccl", "addresses": {"nccl": ("eth0", "10.0.0.1"), "gloo": ("lo", "127.0.1.1")}}
+    both = {
+        "backend": "nccl",
+        "addresses": {"nccl": ("eth0", "10.0.0.1"), "gloo": ("lo", "127.0.1.1")},
+    }
     attempts = [
         preflight.Attempt("n1", "n0", "gloo", "127.0.1.1", "Connection refused"),
         preflight.Attempt("n1", "n0", "nccl", "10.0.0.1", None),
@@ -268,7 +363,9 @@ def test_gloo_is_checked_beside_nccl_because_06_uses_both():
 
 
 def test_an_error_of_a_single_rank_fails_too():
-    outcome = preflight.Outcome(None, RuntimeError("CUDA error: out of memory"), {0: "connecting"}, [])
+    outcome = preflight.Outcome(
+        None, RuntimeError("CUDA error: out of memory"), {0: "connecting"}, []
+    )
     check = preflight.check_all_reduce(outcome, [fact(0)])
     assert (check.verdict, check.found) == ("FAIL", "CUDA error: out of memory")
 
@@ -276,7 +373,9 @@ def test_an_error_of_a_single_rank_fails_too():
 @pytest.mark.parametrize(("threads", "verdict"), [(4, "warn"), (2, "ok"), (1, "warn")])
 def test_threads_must_fit_the_cores(threads, verdict):
     check = preflight.check_threads([fact(rank, threads=threads) for rank in range(4)])
-    assert check.verdict == verdict and check.change == ("export OMP_NUM_THREADS=2" if verdict == "warn" else "")
+    assert check.verdict == verdict and check.change == (
+        "export OMP_NUM_THREADS=2" if verdict == "warn" else ""
+    )
 
 
 def test_tasks_that_are_bound_to_cores_of_their_own_may_use_all_of_them():
@@ -295,7 +394,10 @@ def test_a_clock_that_is_ahead_or_behind_is_named(seconds, words):
 
 def test_little_shared_memory_is_told_with_the_flag_of_docker():
     check = preflight.check_shared_memory([fact(0), fact(2, shared_memory=2**26)])
-    assert (check.verdict, check.found[:24]) == ("warn", "n1 has 64 MiB free in /d") and "--shm-size" in check.change
+    assert (check.verdict, check.found[:24]) == (
+        "warn",
+        "n1 has 64 MiB free in /d",
+    ) and "--shm-size" in check.change
 
 
 def test_a_port_that_linux_hands_out_itself_is_told(monkeypatch):
@@ -319,11 +421,16 @@ def test_a_port_that_linux_hands_out_itself_is_told(monkeypatch):
     ],
 )
 def test_the_interface_of_nccl_is_found_in_its_own_order(monkeypatch, wanted, names, expected):
-    monkeypatch.setattr(preflight, "interfaces", lambda: {name: f"address of {name}" for name in names.split()})
+    monkeypatch.setattr(
+        preflight, "interfaces", lambda: {name: f"address of {name}" for name in names.split()}
+    )
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     if wanted:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", wanted)
-    assert preflight.own_address("nccl") == (expected or wanted, expected and f"address of {expected}")
+    assert preflight.own_address("nccl") == (
+        expected or wanted,
+        expected and f"address of {expected}",
+    )
 
 
 def test_bus_bandwidth_is_what_the_ring_sends():
@@ -333,11 +440,14 @@ def test_bus_bandwidth_is_what_the_ring_sends():
 def test_each_rank_of_a_ring_sends_what_the_bandwidth_counts():
     """A ring of n ranks, played: each chunk is summed on its way around, and then goes around as a sum."""
     for n in (2, 3, 8):
-        values = [[rank * 10 + chunk for chunk in range(n)] for rank in range(n)]  # n chunks on each rank
+        # n chunks on each rank
+        values = [[rank * 10 + chunk for chunk in range(n)] for rank in range(n)]
         sums = [sum(column) for column in zip(*values, strict=True)]
         sent = 0  # chunks, by rank 0
         for turn in range(2 * (n - 1)):
-            moving = [(rank, (rank - turn) % n, values[rank][(rank - turn) % n]) for rank in range(n)]
+            moving = [
+                (rank, (rank - turn) % n, values[rank][(rank - turn) % n]) for rank in range(n)
+            ]
             for rank, chunk, value in moving:
                 sent += rank == 0
                 there = values[(rank + 1) % n]
@@ -374,14 +484,24 @@ def test_the_report_tells_ms_and_gb_per_second():
     with torch.device("meta"):
         gradients = sum(weight.nbytes for weight in torchvision.models.resnet50().parameters())
     check = preflight.check_all_reduce(preflight.Outcome(times, None, {}, []), ranks)
-    expected = f"the gradients of ResNet-50 ({gradients / 1e6:.0f} MB) take {100 * gradients / 2**26:.1f} ms"
+    expected = (
+        f"the gradients of ResNet-50 ({gradients / 1e6:.0f} MB) take {100 * gradients / 2**26:.1f} "
+        "ms"
+    )
     assert (check.verdict, check.found) == ("ok", expected)
     shown = preflight.show(ranks, {0: 0.0, 1: -0.26}, [check], times)
     assert re.search(r"^4 KiB +0\.25 ms +0\.02 GB/s$", shown, re.M)  # 4096 bytes * 1.5 / 0.25 ms
     assert re.search(r"^64 MiB +100\.00 ms +1\.01 GB/s$", shown, re.M)
-    assert re.search(r"^1 +n0 .* -0\.3 s +2$", shown, re.M) and "preflight: 0 of 1 checks failed, 0 with" in shown
+    assert (
+        re.search(r"^1 +n0 .* -0\.3 s +2$", shown, re.M)
+        and "preflight: 0 of 1 checks failed, 0 with" in shown
+    )
     speeds = json.loads(preflight.as_json(ranks, {}, [check], times))["all_reduce"]
-    assert speeds[1] == {"bytes": 2**26, "seconds": 0.1, "bus_bandwidth": pytest.approx(1.5 * 2**26 / 0.1)}
+    assert speeds[1] == {
+        "bytes": 2**26,
+        "seconds": 0.1,
+        "bus_bandwidth": pytest.approx(1.5 * 2**26 / 0.1),
+    }
 
 
 def test_the_facts_of_a_rank_are_those_of_psutil(monkeypatch):

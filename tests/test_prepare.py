@@ -45,17 +45,26 @@ def run(monkeypatch, *flags):
 
 
 def files(folder):
-    paths = [path for split in ("train", "val") for path in (folder / split).rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.suffix != ".new"}
+    paths = [
+        path for split in ("train", "val") for path in (folder / split).rglob("*") if path.is_file()
+    ]
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in paths if path.suffix != ".new"
+    }
 
 
-def test_class_folders_are_split_by_name_so_that_new_images_move_no_old_ones(flowers, tmp_path, monkeypatch):
+def test_class_folders_are_split_by_name_so_that_new_images_move_no_old_ones(
+    flowers, tmp_path, monkeypatch
+):
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
     before = files(tmp_path / "a")
     assert len(before) == 40 and {name.split("/")[0] for name in before} == {"train", "val"}
     for label in ("rose", "tulip"):
         assert 1 <= sum(name.startswith(f"val/{label}/") for name in before) <= 12
-        assert before.items() >= {name: (flowers / name.split("/", 1)[1]).read_bytes() for name in before}.items()
+        assert (
+            before.items()
+            >= {name: (flowers / name.split("/", 1)[1]).read_bytes() for name in before}.items()
+        )
     (flowers / "rose/new.jpg").write_bytes(photo())
     run(monkeypatch, flowers, tmp_path / "b", "--val-share", 0.25)
     assert before.items() <= files(tmp_path / "b").items()
@@ -81,15 +90,21 @@ def test_two_images_of_one_name_are_refused(flowers, tmp_path, monkeypatch):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_small_share_still_leaves_every_class_an_image_for_validation(flowers, tmp_path, monkeypatch):
+def test_a_small_share_still_leaves_every_class_an_image_for_validation(
+    flowers, tmp_path, monkeypatch
+):
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.0001)
-    assert sorted(name.split("/")[:2] for name in files(tmp_path / "a") if name.startswith("val")) == [
+    assert sorted(
+        name.split("/")[:2] for name in files(tmp_path / "a") if name.startswith("val")
+    ) == [
         ["val", "rose"],
         ["val", "tulip"],
     ]
 
 
-def test_new_images_of_a_class_with_one_validation_image_do_not_move_it(flowers, tmp_path, monkeypatch):
+def test_new_images_of_a_class_with_one_validation_image_do_not_move_it(
+    flowers, tmp_path, monkeypatch
+):
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.0001)
     before = files(tmp_path / "a")
     for k in range(100, 140):  # the hash of some of these names is lower
@@ -100,14 +115,24 @@ def test_new_images_of_a_class_with_one_validation_image_do_not_move_it(flowers,
 
 
 @pytest.mark.flags("tools/prepare_imagenet.py", "--short-side")
-def test_large_images_are_resized_on_their_short_side_and_small_ones_kept(flowers, tmp_path, monkeypatch):
+def test_large_images_are_resized_on_their_short_side_and_small_ones_kept(
+    flowers, tmp_path, monkeypatch
+):
     (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))
     (flowers / "rose/small.png").write_bytes(photo((20, 10), kind="PNG"))
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25, "--short-side", 50)
     (large,) = [path for path in (tmp_path / "a").rglob("large.*")]
     (small,) = [path for path in (tmp_path / "a").rglob("small.*")]
-    assert (large.suffix, Image.open(large).size, Image.open(large).format) == (".jpg", (100, 50), "JPEG")
-    assert (small.suffix, Image.open(small).size, Image.open(small).format) == (".jpg", (20, 10), "JPEG")
+    assert (large.suffix, Image.open(large).size, Image.open(large).format) == (
+        ".jpg",
+        (100, 50),
+        "JPEG",
+    )
+    assert (small.suffix, Image.open(small).size, Image.open(small).format) == (
+        ".jpg",
+        (20, 10),
+        "JPEG",
+    )
     (kept,) = [path for path in (tmp_path / "a").rglob("rose/7.jpg")]
     assert kept.read_bytes() == (flowers / "rose/7.jpg").read_bytes()
 
@@ -124,10 +149,22 @@ def test_resized_images_have_the_quality_of_the_flag(flowers, tmp_path, monkeypa
         Image.new("RGB", (8, 8)).save(expected, "JPEG", quality=quality)
         assert Image.open(resized).quantization == Image.open(expected).quantization
     with pytest.raises(SystemExit):
-        run(monkeypatch, flowers, tmp_path / "none", "--val-share", 0.25, "--short-side", 50, "--quality", 101)
+        run(
+            monkeypatch,
+            flowers,
+            tmp_path / "none",
+            "--val-share",
+            0.25,
+            "--short-side",
+            50,
+            "--quality",
+            101,
+        )
 
 
-def test_an_interrupted_run_continues_and_overwrites_nothing(flowers, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_continues_and_overwrites_nothing(
+    flowers, tmp_path, monkeypatch, capsys
+):
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
     whole = files(tmp_path / "a")
     (tmp_path / "a" / sorted(whole)[0]).unlink()
@@ -136,7 +173,9 @@ def test_an_interrupted_run_continues_and_overwrites_nothing(flowers, tmp_path, 
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
     assert "40 images, 39 of them done before" in capsys.readouterr().out
     assert files(tmp_path / "a") == whole | {sorted(whole)[1]: b"mine"}
-    with pytest.raises(UserError, match=r"was made with val_share 0\.25, not 0\.5: expected the same flags"):
+    with pytest.raises(
+        UserError, match=r"was made with val_share 0\.25, not 0\.5: expected the same flags"
+    ):
         run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.5)
 
 
@@ -148,7 +187,9 @@ def test_a_run_that_is_interrupted_starts_no_further_images(flowers, tmp_path, m
     monkeypatch.setattr(prepare.tqdm, "update", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
-    assert 0 < len(files(tmp_path / "a")) < 40, "the images that had been started are finished, the others left"
+    assert 0 < len(files(tmp_path / "a")) < 40, (
+        "the images that had been started are finished, the others left"
+    )
 
 
 def test_damaged_images_are_named_and_left_out(flowers, tmp_path, monkeypatch, capsys):
@@ -158,7 +199,11 @@ def test_damaged_images_are_named_and_left_out(flowers, tmp_path, monkeypatch, c
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
     captured = capsys.readouterr()
     assert len(files(tmp_path / "a")) == 40 and "less 2 damaged ones" in captured.out
-    assert sorted(Path(line.split()[5]).name for line in captured.err.splitlines() if line.startswith("damaged")) == [
+    assert sorted(
+        Path(line.split()[5]).name
+        for line in captured.err.splitlines()
+        if line.startswith("damaged")
+    ) == [
         "half.jpg",
         "text.jpg",
     ]
@@ -167,13 +212,23 @@ def test_damaged_images_are_named_and_left_out(flowers, tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("change", "flags", "message"),
     [
-        (lambda flowers: None, [], "has neither train/ nor ILSVRC2012_img_train.tar; to split class folders"),
+        (
+            lambda flowers: None,
+            [],
+            "has neither train/ nor ILSVRC2012_img_train.tar; to split class folders",
+        ),
         (lambda flowers: (flowers / "empty").mkdir(), ["--val-share", 0.1], "empty has no images"),
         (lambda flowers: (flowers / "train").mkdir(), [], "has train/ and no val/"),
-        (lambda flowers: (flowers / "ILSVRC2012_img_val.tar").touch(), [], "has no ILSVRC2012_img_train.tar"),
+        (
+            lambda flowers: (flowers / "ILSVRC2012_img_val.tar").touch(),
+            [],
+            "has no ILSVRC2012_img_train.tar",
+        ),
     ],
 )
-def test_a_wrong_source_is_refused_before_anything_is_written(flowers, tmp_path, monkeypatch, change, flags, message):
+def test_a_wrong_source_is_refused_before_anything_is_written(
+    flowers, tmp_path, monkeypatch, change, flags, message
+):
     change(flowers)
     with pytest.raises(UserError, match=message):
         run(monkeypatch, flowers, tmp_path / "a", *flags)
@@ -191,11 +246,18 @@ def test_counts_are_those_of_the_files_that_are_written(flowers, tmp_path, monke
     (flowers / "rose/half.jpg").write_bytes(photo()[:300])
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
     out = capsys.readouterr().out
-    train, val, damaged = re.search(r"(\d+) training and (\d+) validation images, less (\d+) damaged", out).groups()
-    written = {split: len(list((tmp_path / "a" / split).rglob("*.jpg"))) for split in ("train", "val")}
+    train, val, damaged = re.search(
+        r"(\d+) training and (\d+) validation images, less (\d+) damaged", out
+    ).groups()
+    written = {
+        split: len(list((tmp_path / "a" / split).rglob("*.jpg"))) for split in ("train", "val")
+    }
     assert written["train"] > 3 * written["val"] / 2 > 0 and sum(written.values()) == 40
     assert "41 images, 0 of them done before | 1 processes" in out and int(damaged) == 1
-    assert (int(train), int(val)) in [(written["train"] + 1, written["val"]), (written["train"], written["val"] + 1)]
+    assert (int(train), int(val)) in [
+        (written["train"] + 1, written["val"]),
+        (written["train"], written["val"] + 1),
+    ]
 
 
 @pytest.mark.parametrize("flags", [[], ["--short-side", 20, "--quality", 60]])
@@ -216,7 +278,9 @@ def test_the_estimate_of_the_space_is_what_is_written(flowers, tmp_path, monkeyp
 def test_the_space_that_is_missing_is_told_in_gib(flowers, tmp_path, monkeypatch):
     with open(flowers / "rose/huge.jpg", "wb") as file:
         file.truncate(3 * 2**30)  # a file of zeros, which takes no space
-    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: SimpleNamespace(free=int(2.5 * 2**30)))
+    monkeypatch.setattr(
+        prepare.shutil, "disk_usage", lambda _: SimpleNamespace(free=int(2.5 * 2**30))
+    )
     with pytest.raises(UserError, match=r"about 3\.0 GiB to write, 2\.5 GiB free"):
         run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
 
@@ -236,13 +300,25 @@ def archives(tmp_path, monkeypatch):
     folder.mkdir()
     classes = {}
     for k, label in enumerate(("n01", "n02")):
-        write_tar(tmp_path / "class.tar", {f"{label}_{i}.JPEG": photo(seed=10 * k + i) for i in range(3)})
+        write_tar(
+            tmp_path / "class.tar", {f"{label}_{i}.JPEG": photo(seed=10 * k + i) for i in range(3)}
+        )
         classes[f"{label}.tar"] = (tmp_path / "class.tar").read_bytes()
     write_tar(folder / prepare.TRAIN_TAR, classes)
-    write_tar(folder / prepare.VAL_TAR, {f"ILSVRC2012_val_{k:08}.JPEG": photo(seed=100 + k) for k in (3, 1, 2, 5, 4)})
-    kinds = [("ILSVRC2012_ID", "i4"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "i4")]
+    write_tar(
+        folder / prepare.VAL_TAR,
+        {f"ILSVRC2012_val_{k:08}.JPEG": photo(seed=100 + k) for k in (3, 1, 2, 5, 4)},
+    )
+    kinds = [
+        ("ILSVRC2012_ID", "i4"),
+        ("WNID", "O"),
+        ("words", "O"),
+        ("gloss", "O"),
+        ("num_children", "i4"),
+    ]
     synsets = np.array(
-        [(1, "n01", "tench, fish", "", 0), (2, "n02", "shark", "", 0), (3, "n99", "animal", "", 2)], kinds
+        [(1, "n01", "tench, fish", "", 0), (2, "n02", "shark", "", 0), (3, "n99", "animal", "", 2)],
+        kinds,
     )
     meta = io.BytesIO()
     scipy.io.savemat(meta, {"synsets": synsets})
@@ -250,9 +326,13 @@ def archives(tmp_path, monkeypatch):
     labels = b"2\n1\n2\n1\n1\n"
     write_tar(
         folder / prepare.DEVKIT,
-        {f"{kit}/meta.mat": meta.getvalue(), f"{kit}/ILSVRC2012_validation_ground_truth.txt": labels},
+        {
+            f"{kit}/meta.mat": meta.getvalue(),
+            f"{kit}/ILSVRC2012_validation_ground_truth.txt": labels,
+        },
     )
-    monkeypatch.setattr("torchvision.datasets.imagenet._verify_archive", lambda *_: None)  # the sum of the real file
+    # the sum of the real file
+    monkeypatch.setattr("torchvision.datasets.imagenet._verify_archive", lambda *_: None)
     return folder
 
 
@@ -264,7 +344,9 @@ def test_imagenets_archives_become_class_folders(archives, tmp_path, monkeypatch
         for i in range(3)
     }
     labels = ["n02", "n01", "n02", "n01", "n01"]
-    val = {f"val/{labels[k - 1]}/ILSVRC2012_val_{k:08}.JPEG": photo(seed=100 + k) for k in range(1, 6)}
+    val = {
+        f"val/{labels[k - 1]}/ILSVRC2012_val_{k:08}.JPEG": photo(seed=100 + k) for k in range(1, 6)
+    }
     assert files(tmp_path / "a") == train | val
 
 
@@ -285,7 +367,14 @@ def test_archives_that_do_not_belong_together_are_refused(archives, tmp_path, mo
 def test_a_killed_run_leaves_no_half_image_and_the_same_command_completes_it(flowers, tmp_path):
     for k in range(300):
         (flowers / f"rose/large{k}.jpg").write_bytes(photo((300, 300), seed=k))
-    command = [sys.executable, "tools/prepare_imagenet.py", flowers, tmp_path / "a", "--val-share", "0.25"]
+    command = [
+        sys.executable,
+        "tools/prepare_imagenet.py",
+        flowers,
+        tmp_path / "a",
+        "--val-share",
+        "0.25",
+    ]
     command += ["--short-side", "200", "--workers", "3"]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     while not list((tmp_path / "a").rglob("*.jpg")):

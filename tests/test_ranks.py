@@ -15,14 +15,34 @@ from tools.bench import ranks
 @pytest.mark.flags("tools/bench/ranks.py", "--votes", "--ranks", "--log-file")
 @pytest.mark.slow
 def test_votes_and_06_are_measured_and_recorded(tmp_path):
-    command = [sys.executable, "tools/bench/ranks.py", "--votes", "3", "--ranks", "4", "--step-ms", "5", "--log-file"]
+    command = [
+        sys.executable,
+        "tools/bench/ranks.py",
+        "--votes",
+        "3",
+        "--ranks",
+        "4",
+        "--step-ms",
+        "5",
+        "--log-file",
+    ]
     end = subprocess.run([*command, tmp_path / "log"], cwd=ROOT, capture_output=True, text=True)
     assert end.returncode == 0, end.stderr
     votes, script = map(json.loads, (tmp_path / "log").read_text().splitlines())
-    assert votes["what"] == "votes" and votes["ranks"] == 3 and votes["vote_seconds"] > 0 and votes["every"] >= 1
+    assert (
+        votes["what"] == "votes"
+        and votes["ranks"] == 3
+        and votes["vote_seconds"] > 0
+        and votes["every"] >= 1
+    )
     assert script["what"] == "06" and script["ranks"] == 4
-    assert all(script[f"{name}_seconds"] > 0 for name in ("start", "stop", "resume")) and script["memory_mib"] > 1
-    assert re.search(r"^ +3 +[\d.]+ ms .* %$", end.stdout, re.M) and re.search(r"^ +4 .* MiB .* s$", end.stdout, re.M)
+    assert (
+        all(script[f"{name}_seconds"] > 0 for name in ("start", "stop", "resume"))
+        and script["memory_mib"] > 1
+    )
+    assert re.search(r"^ +3 +[\d.]+ ms .* %$", end.stdout, re.M) and re.search(
+        r"^ +4 .* MiB .* s$", end.stdout, re.M
+    )
 
 
 def test_a_rank_that_fails_or_does_not_exit_ends_the_benchmark(monkeypatch, capfd):

@@ -25,12 +25,34 @@ DESIGN = {
         "device_name",
         "cpu_threads",
     ),
-    *("batch_size", "global_batch", "lr", "amp", "sync_bn", "seed", "epoch", "seconds", "images_per_second"),
-    *("data_wait_share", "train_loss", "train_acc", "test_acc", "torch", "torchvision", "python", "started", "repeat"),
+    *(
+        "batch_size",
+        "global_batch",
+        "lr",
+        "amp",
+        "sync_bn",
+        "seed",
+        "epoch",
+        "seconds",
+        "images_per_second",
+    ),
+    *(
+        "data_wait_share",
+        "train_loss",
+        "train_acc",
+        "test_acc",
+        "torch",
+        "torchvision",
+        "python",
+        "started",
+        "repeat",
+    ),
 }
 
 
-DATASET = MemoryImages(torch.zeros(100, 3, 8, 8, dtype=torch.uint8), torch.zeros(100, dtype=torch.int64), 10)
+DATASET = MemoryImages(
+    torch.zeros(100, 3, 8, 8, dtype=torch.uint8), torch.zeros(100, dtype=torch.int64), 10
+)
 
 
 class Clock:
@@ -94,11 +116,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_a_progress_bar_beside_the_lines_and_a_file_shows_lines_alone(clock, monkeypatch):
+def test_a_terminal_shows_a_progress_bar_beside_the_lines_and_a_file_shows_lines_alone(
+    clock, monkeypatch
+):
     for output, has_bar in ((Terminal(), True), (io.StringIO(), False)):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", output)
-            train_epoch(make("--print-every", 2), clock, steps=5, wait=0.0, seconds_of_step=lambda k: 0.1)
+            train_epoch(
+                make("--print-every", 2), clock, steps=5, wait=0.0, seconds_of_step=lambda k: 0.1
+            )
         text = output.getvalue()
         assert re.findall(r"== step: \[ +(\d)/5\].* img/s\n", text) == ["2", "4", "5"]
         assert ("epoch 1/5:" in text and "loss 2.000, 100 img/s" in text) == has_bar
@@ -114,7 +140,9 @@ def test_other_ranks_show_no_progress_bar(clock, monkeypatch):
 
 def test_warm_up_steps_count_in_seconds_but_not_in_images_per_second(clock):
     report = make()
-    train_epoch(report, clock, steps=100, wait=0.0, seconds_of_step=lambda k: 10.0 if k <= 5 else 0.1)
+    train_epoch(
+        report, clock, steps=100, wait=0.0, seconds_of_step=lambda k: 10.0 if k <= 5 else 0.1
+    )
     assert report.images_per_second == pytest.approx(100)
     assert report.seconds == pytest.approx(5 * 10 + 95 * 0.1)
 
@@ -129,7 +157,10 @@ def test_the_share_of_time_spent_waiting_for_data_is_reported(clock, capsys):
     report = make()
     train_epoch(report, clock, steps=100, wait=0.03, seconds_of_step=lambda k: 0.07)
     report.show_epoch(torch.tensor(55))
-    assert "acc: 55.000% | epoch took 10.0 s, 100 img/s, 30.0% of it waiting for data" in capsys.readouterr().out
+    assert (
+        "acc: 55.000% | epoch took 10.0 s, 100 img/s, 30.0% of it waiting for data"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_device_is_synchronised_before_the_clock_is_read(clock, monkeypatch):
@@ -150,7 +181,11 @@ def test_records_hold_what_the_design_asks_for(clock, tmp_path):
         report.show_epoch(torch.tensor(25))
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(records) == 2 and set(records[0]) >= DESIGN
-    assert records[0]["train_loss"] == 2.0 and records[0]["train_acc"] == 50.0 and records[0]["test_acc"] == 25.0
+    assert (
+        records[0]["train_loss"] == 2.0
+        and records[0]["train_acc"] == 50.0
+        and records[0]["test_acc"] == 25.0
+    )
     assert records[0]["global_batch"] == 256 and records[0]["device"] == "cpu"
 
 
@@ -189,7 +224,9 @@ def test_every_host_has_a_line_with_its_ranks_and_devices():
     assert host_lines([("a", torch.device("cuda", k), h100, 12) for k in range(8)]) == [
         "ranks 0-7 on a: cuda:0-7 (NVIDIA H100, 12 CPU threads each)"
     ]
-    assert host_lines([("a", cpu, "EPYC", 1), ("b", cpu, "EPYC", 2), ("b", cpu, "EPYC", 2), ("a", cpu, "EPYC", 1)]) == [
+    assert host_lines(
+        [("a", cpu, "EPYC", 1), ("b", cpu, "EPYC", 2), ("b", cpu, "EPYC", 2), ("a", cpu, "EPYC", 1)]
+    ) == [
         "ranks 0,3 on a: cpu (EPYC, 1 CPU thread each)",
         "ranks 1-2 on b: cpu (EPYC, 2 CPU threads each)",
     ]
@@ -211,7 +248,11 @@ def test_many_hosts_have_16_lines(capsys, monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     make(world_size=20).show_devices()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 17 and lines[15].startswith("rank 15 on host15: ") and lines[16] == "... and 4 more hosts"
+    assert (
+        len(lines) == 17
+        and lines[15].startswith("rank 15 on host15: ")
+        and lines[16] == "... and 4 more hosts"
+    )
 
 
 def test_images_per_second_are_those_of_all_ranks_of_the_world(clock):

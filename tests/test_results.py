@@ -17,7 +17,9 @@ from tools.records import published, read, records, select
 
 def test_cifar10_is_recorded_within_a_point_and_a_half_of_the_published_run():
     for epoch, theirs in ((1, 39.2), (5, 65.1)):
-        accuracies = [r["train_acc"] for r in select(records("accuracy"), world_size=1, epoch=epoch)]
+        accuracies = [
+            r["train_acc"] for r in select(records("accuracy"), world_size=1, epoch=epoch)
+        ]
         assert len(accuracies) >= 3 and abs(statistics.mean(accuracies) - theirs) < 1.5
 
 
@@ -36,12 +38,16 @@ def test_the_published_ladder_is_reproduced_within_two_points():
 
 def test_the_readme_shows_the_accuracy_of_every_ladder():
     rows = [line for line in tables.accuracy().splitlines() if line.startswith("| 16 x ")]
-    assert any("| 0.02 |" in row and "49.3" in row for row in rows) and any("warmed up" in row for row in rows)
+    assert any("| 0.02 |" in row and "49.3" in row for row in rows) and any(
+        "warmed up" in row for row in rows
+    )
     assert re.search(r"\| \d+ x \d+ = 256 \| 0.01 \|", tables.accuracy().replace("| 1 x", ""))
 
 
 def test_mnist_is_recorded_above_98_percent_after_two_epochs():
-    runs = [r for r in records("first_runs") if (r["dataset"], r["model"]) == ("mnist", "mnist_net")]
+    runs = [
+        r for r in records("first_runs") if (r["dataset"], r["model"]) == ("mnist", "mnist_net")
+    ]
     assert runs and all(r["test_acc"] > 98 for r in runs if r["epoch"] == 2)
 
 
@@ -58,10 +64,13 @@ def test_06_is_recorded_at_the_speed_of_the_bare_step_and_its_loader_faster_than
     for (device, _, size), speeds in runs.items():
 
         def ratio(ours, other, speeds=speeds):
-            return statistics.median(a / b for a, b in zip(speeds[ours], speeds[other], strict=True))
+            return statistics.median(
+                a / b for a, b in zip(speeds[ours], speeds[other], strict=True)
+            )
 
         assert ratio("dummy", "bare") >= 0.97
-        if device == "cpu" and size == 224:  # smaller ones cost their decoding, which is the same for both
+        # smaller ones cost their decoding, which is the same for both
+        if device == "cpu" and size == 224:
             assert ratio("our loader", "classic loader") >= 1.4
     assert any(size == 224 for _, _, size in runs)
 
@@ -77,7 +86,10 @@ def test_no_drill_is_recorded_that_failed_or_lost_more_than_it_may():
     runs = {r["drill"]: r for r in records("drill")}
     assert set(runs) == set(drill.DRILLS)
     for name, r in runs.items():
-        assert not r["failed"] and r["steps_lost"] <= (2 if name == "damage" else 1) * r["checkpoint_every"]
+        assert (
+            not r["failed"]
+            and r["steps_lost"] <= (2 if name == "damage" else 1) * r["checkpoint_every"]
+        )
     assert runs["kills"]["kills"] >= 20 and runs["join"]["steps_lost"] == 0
 
 

@@ -30,17 +30,26 @@ def losses(out):
 
 
 @pytest.mark.flags("01 to 05", "--lr", "--log-file", "--save")
-def test_a_first_run_sees_loss_fall_and_test_accuracy_rise_and_needs_no_network(run, tmp_path, monkeypatch):
+def test_a_first_run_sees_loss_fall_and_test_accuracy_rise_and_needs_no_network(
+    run, tmp_path, monkeypatch
+):
     for name in ("connect", "connect_ex"):
-        monkeypatch.setattr(f"socket.socket.{name}", lambda *_: pytest.fail("it asked for the network"))
+        monkeypatch.setattr(
+            f"socket.socket.{name}", lambda *_: pytest.fail("it asked for the network")
+        )
     log, weights = tmp_path / "log.jsonl", tmp_path / "net.pt"
     given = ["--arch", "small_net", "--lr", 0.2, "--epochs", 2, "--limit", 4000, "--batch-size", 64]
     end = run("01_snsc.py", *given, "--log-file", log, "--save", weights)
     assert (end.code, end.err) == (0, "")
     first, last = (json.loads(line) for line in log.read_text().splitlines())
     assert last["train_loss"] < first["train_loss"] and last["test_acc"] > first["test_acc"] + 3
-    assert "started by python | world size 1" in end.out and "global batch = 64 x 1 = 64 | lr 0.2 -> 0.05" in end.out
-    assert re.search(r"done: test accuracy [\d.]+% after 2 epochs \| \d+ s \| peak memory [\d.]+ GiB", end.out)
+    assert (
+        "started by python | world size 1" in end.out
+        and "global batch = 64 x 1 = 64 | lr 0.2 -> 0.05" in end.out
+    )
+    assert re.search(
+        r"done: test accuracy [\d.]+% after 2 epochs \| \d+ s \| peak memory [\d.]+ GiB", end.out
+    )
 
     # The weights that were saved are those that were tested.
     net = SmallNet(3, 10)
@@ -57,7 +66,16 @@ def test_a_first_run_sees_loss_fall_and_test_accuracy_rise_and_needs_no_network(
 def test_a_folder_of_small_images_is_learned(run, tmp_path, script):
     write_images(tmp_path, "train", (32, 32), per_class=40)
     write_images(tmp_path, "test", (32, 32))
-    given = ["--dataset", "folder", "--data-dir", tmp_path, "--arch", "small_net", "--batch-size", 16]
+    given = [
+        "--dataset",
+        "folder",
+        "--data-dir",
+        tmp_path,
+        "--arch",
+        "small_net",
+        "--batch-size",
+        16,
+    ]
     end = run(script, *given, "--lr", 0.1)
     assert end.code == 0
     assert "test accuracy 100.00%" in end.out
@@ -83,7 +101,9 @@ def test_one_seed_gives_one_result_and_another_seed_another(run, small_folder):
 
 @pytest.mark.flags("01 to 05", "--seed", "--epochs")
 @pytest.mark.parametrize("script", IN_PROCESS)
-def test_the_order_of_images_begins_as_distributed_samplers_and_then_changes(run, small_folder, monkeypatch, script):
+def test_the_order_of_images_begins_as_distributed_samplers_and_then_changes(
+    run, small_folder, monkeypatch, script
+):
     seen = []
 
     def remember(self, indices):
@@ -127,7 +147,17 @@ def test_dataparallel_without_gpus_trains_exactly_as_01_and_says_so(run, small_f
 
 @pytest.mark.flags("01 to 05", "--arch", "--save")
 def test_the_saved_weights_fit_torchvisions_own_network(run, small_folder, tmp_path):
-    run("02_snmc_dp.py", *QUICK, small_folder, "--arch", "resnet18", "--epochs", 1, "--save", tmp_path / "net.pt")
+    run(
+        "02_snmc_dp.py",
+        *QUICK,
+        small_folder,
+        "--arch",
+        "resnet18",
+        "--epochs",
+        1,
+        "--save",
+        tmp_path / "net.pt",
+    )
     net = torchvision.models.resnet18(num_classes=2)
     net.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
 
@@ -138,20 +168,32 @@ def test_01_trains_as_a_plain_pytorch_loop(run, tmp_path):
     """Pillow reads the images; statistics, rates and printed numbers are computed here; only the model is ours."""
     for split, per_class in (("train", 20), ("test", 15)):
         write_images(tmp_path, split, (32, 32), per_class=per_class)
-    given = ["--dataset", "folder", "--data-dir", tmp_path, "--arch", "small_net", "--batch-size", 16, "--no-augment"]
+    given = [
+        "--dataset",
+        "folder",
+        "--data-dir",
+        tmp_path,
+        "--arch",
+        "small_net",
+        "--batch-size",
+        16,
+        "--no-augment",
+    ]
     given += ["--lr", 0.8, "--seed", 3, "--epochs", 2, "--warmup-epochs", 1, "--print-every", 2]
     end = run("01_snsc.py", *given, "--save", tmp_path / "net.pt")
     assert end.code == 0, end.err
 
     def read(split):
         files = sorted(tmp_path.glob(f"{split}/*/*.png"))
-        pixels = np.stack([np.asarray(Image.open(file), dtype=np.float64) for file in files])  # (N, 32, 32, 3)
+        # (N, 32, 32, 3)
+        pixels = np.stack([np.asarray(Image.open(file), dtype=np.float64) for file in files])
         return pixels, torch.tensor([int(file.parent.name == "dog") for file in files])
 
     (pixels, targets), (test_pixels, test_targets) = read("train"), read("test")
     mean, std = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))
     images, test_images = (
-        torch.from_numpy((p - mean) / std).float().permute(0, 3, 1, 2) for p in (pixels, test_pixels)
+        torch.from_numpy((p - mean) / std).float().permute(0, 3, 1, 2)
+        for p in (pixels, test_pixels)
     )
     torch.manual_seed(3)
     model = SmallNet(3, 2)
@@ -174,14 +216,18 @@ def test_01_trains_as_a_plain_pytorch_loop(run, tmp_path):
             trained += [loss_sum / seen, 100 * correct / seen] if step % 3 != 1 else []
         model.eval()
         with torch.no_grad():
-            tested.append(100 * (model(test_images).argmax(1) == test_targets).float().mean().item())
+            tested.append(
+                100 * (model(test_images).argmax(1) == test_targets).float().mean().item()
+            )
     for name, weight in torch.load(tmp_path / "net.pt", weights_only=True).items():
         torch.testing.assert_close(weight, model.state_dict()[name], rtol=1e-4, atol=1e-5)
     printed = re.findall(r"== step: .* loss: ([\d.]+) \| acc: +([\d.]+)%", end.out)
-    assert [float(number) for line in printed for number in line] == pytest.approx(trained, abs=1e-3)
-    assert [float(acc) for acc in re.findall(r"== test: .* acc: +([\d.]+)%", end.out)] == pytest.approx(
-        tested, abs=1e-3
+    assert [float(number) for line in printed for number in line] == pytest.approx(
+        trained, abs=1e-3
     )
+    assert [
+        float(acc) for acc in re.findall(r"== test: .* acc: +([\d.]+)%", end.out)
+    ] == pytest.approx(tested, abs=1e-3)
 
 
 # Their options
@@ -195,10 +241,14 @@ def test_the_learning_rate_follows_the_batch_size_unless_told_not_to(run, small_
 
 @pytest.mark.flags("01 to 05", "--lr", "--lr-scaling", "--warmup-epochs")
 @pytest.mark.parametrize("script", IN_PROCESS)
-def test_the_learning_rate_climbs_to_its_peak_in_the_warm_up(run, small_folder, monkeypatch, script):
+def test_the_learning_rate_climbs_to_its_peak_in_the_warm_up(
+    run, small_folder, monkeypatch, script
+):
     rates = []
     step = torch.optim.SGD.step
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self)))
+    monkeypatch.setattr(
+        torch.optim.SGD, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self))
+    )
     given = [*QUICK, small_folder, "--lr", 0.3, "--lr-scaling", "none", "--epochs", 2]
     end = run(script, *given, "--warmup-epochs", 1.3)  # 4 of 6 steps
     assert "lr 0.3 -> 0.3 | seed 0, 1.3 epochs of warm-up\n" in end.out
@@ -251,21 +301,51 @@ def write_text(folder):
     ("given", "expected"),
     [
         (["--dataset", "imagenet21k"], "argument --dataset: invalid choice: 'imagenet21k'"),
-        (["--dataset", "folder", "--data-dir", "FOLDER", break_train], "FOLDER/train'; expected train/CLASS/*.jpg"),
-        (["--dataset", "folder", "--data-dir", "FOLDER", empty_class], "no valid file for the classes empty"),
-        (["--dataset", "folder", "--data-dir", "FOLDER", truncate], "train/dog/003.png cannot be read as an image"),
-        (["--dataset", "folder", "--data-dir", "FOLDER", write_text], "test/cat/notes.jpg cannot be read as an image"),
+        (
+            ["--dataset", "folder", "--data-dir", "FOLDER", break_train],
+            "FOLDER/train'; expected train/CLASS/*.jpg",
+        ),
+        (
+            ["--dataset", "folder", "--data-dir", "FOLDER", empty_class],
+            "no valid file for the classes empty",
+        ),
+        (
+            ["--dataset", "folder", "--data-dir", "FOLDER", truncate],
+            "train/dog/003.png cannot be read as an image",
+        ),
+        (
+            ["--dataset", "folder", "--data-dir", "FOLDER", write_text],
+            "test/cat/notes.jpg cannot be read as an image",
+        ),
         (
             ["--dataset", "folder", "--data-dir", "FOLDER", one_class],
             "FOLDER/train and FOLDER/test: they have 1 class; expected the same",
         ),
-        (["--log-file", ROOT / "Makefile"], "Makefile holds lines that are not run records: name another file"),
-        (["--seed", 2**33], "argument --seed: '8589934592' given, expected a whole number from 0 to 4294967296"),
-        (["--dataset", "cifar10", "--data-dir", "FOLDER"], "cannot read cifar10 in FOLDER (Dataset not found"),
-        (["--dataset", "mnist", "--data-dir", "FOLDER"], "cannot read mnist in FOLDER (Dataset not found"),
-        (["--batch-size", 0], "argument --batch-size: '0' given, expected a whole number of 2 or more"),
+        (
+            ["--log-file", ROOT / "Makefile"],
+            "Makefile holds lines that are not run records: name another file",
+        ),
+        (
+            ["--seed", 2**33],
+            "argument --seed: '8589934592' given, expected a whole number from 0 to 4294967296",
+        ),
+        (
+            ["--dataset", "cifar10", "--data-dir", "FOLDER"],
+            "cannot read cifar10 in FOLDER (Dataset not found",
+        ),
+        (
+            ["--dataset", "mnist", "--data-dir", "FOLDER"],
+            "cannot read mnist in FOLDER (Dataset not found",
+        ),
+        (
+            ["--batch-size", 0],
+            "argument --batch-size: '0' given, expected a whole number of 2 or more",
+        ),
         (["--epochs", 0], "argument --epochs: '0' given, expected a whole number of 1 or more"),
-        (["--epochs", "many"], "argument --epochs: 'many' given, expected a whole number of 1 or more"),
+        (
+            ["--epochs", "many"],
+            "argument --epochs: 'many' given, expected a whole number of 1 or more",
+        ),
         (["--limit", 0], "argument --limit: '0' given, expected a whole number of 2 or more"),
         (["--limit", 1], "argument --limit: '1' given, expected a whole number of 2 or more"),
         (["--lr", "-0.1"], "argument --lr: '-0.1' given, expected a number above 0"),
@@ -275,15 +355,22 @@ def write_text(folder):
         (["--save", "/proc/no/net.pt"], "argument --save: cannot write"),
         (["--learning-rate", 1], "unrecognized arguments: --learning-rate 1"),
     ],
-    ids=lambda value: None if isinstance(value, str) else " ".join(getattr(v, "__name__", str(v)) for v in value),
+    ids=lambda value: (
+        None if isinstance(value, str) else " ".join(getattr(v, "__name__", str(v)) for v in value)
+    ),
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, small_folder, script, given, expected):
     for spoil in filter(callable, given):
         spoil(small_folder)
-    end = run(script, *(str(v).replace("FOLDER", str(small_folder)) for v in given if not callable(v)))
+    end = run(
+        script, *(str(v).replace("FOLDER", str(small_folder)) for v in given if not callable(v))
+    )
     assert end.code == 2
     assert len(end.err.splitlines()) == 1 and end.out == ""
-    assert end.err.startswith(f"{script}: error: ") and expected.replace("FOLDER", str(small_folder)) in end.err
+    assert (
+        end.err.startswith(f"{script}: error: ")
+        and expected.replace("FOLDER", str(small_folder)) in end.err
+    )
 
 
 def test_a_damaged_image_found_in_mid_run_is_one_line(large_folder):
@@ -309,7 +396,8 @@ def session_members(sid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["the terminal's process group", "the main process alone"])
-@pytest.mark.parametrize("batch", [2, 64])  # quick steps, and steps of seconds that Python cannot interrupt
+# quick steps, and steps of seconds that Python cannot interrupt
+@pytest.mark.parametrize("batch", [2, 64])
 def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_workers(tmp_path, to, batch):
     write_images(tmp_path, "train", (260, 300), per_class=130, suffix=".jpg")
     write_images(tmp_path, "val", (260, 300), per_class=4, suffix=".jpg")

@@ -23,7 +23,9 @@ def test_an_image_depends_on_its_seed_and_index_alone():
 
 def test_the_bytes_are_the_same_on_every_platform():
     images, labels = shapes.render(0, range(5000))
-    assert images.dtype == np.uint8 and images.shape == (5000, 3, 32, 32) and labels.dtype == np.int64
+    assert (
+        images.dtype == np.uint8 and images.shape == (5000, 3, 32, 32) and labels.dtype == np.int64
+    )
     digest = hashlib.sha256(images.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
     assert digest == "65ba7231c94d434118923c1dbe15f216486297c7c267b71309957b0dea6188f4"
 
@@ -48,7 +50,11 @@ def accuracy_of_probe(features, labels, hidden):
     torch.manual_seed(0)
     features = (features - features.mean(0)) / features.std(0)
     width = features.shape[1]
-    net = nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 10)) if hidden else nn.Linear(width, 10)
+    net = (
+        nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 10))
+        if hidden
+        else nn.Linear(width, 10)
+    )
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     train, test = slice(0, 12000), slice(12000, None)
     for _ in range(15):
@@ -67,13 +73,16 @@ def test_means_alone_do_not_give_the_class_away(drawn):
     means = images.mean((2, 3))
     assert accuracy_of_probe(means, labels, hidden=True) < 40
     leak = means + labels[:, None]
-    assert accuracy_of_probe(leak, labels, hidden=True) > 90, "the probe must find a leak where there is one"
+    assert accuracy_of_probe(leak, labels, hidden=True) > 90, (
+        "the probe must find a leak where there is one"
+    )
 
 
 @pytest.mark.slow
 def test_colours_alone_do_not_give_the_class_away(drawn):
     images, labels = drawn
-    colours = images.flatten(2).sort(dim=2).values[:, :, ::8].flatten(1)  # every colour level, no place
+    # every colour level, no place
+    colours = images.flatten(2).sort(dim=2).values[:, :, ::8].flatten(1)
     assert accuracy_of_probe(colours, labels, hidden=True) < 40
 
 
@@ -86,6 +95,8 @@ def test_a_linear_classifier_of_the_raw_pixels_stays_under_60_percent(drawn):
 def test_the_test_set_is_drawn_with_a_seed_of_its_own():
     train, test = build_datasets(flags("--limit", 300))
     images, labels = shapes.render(1, range(10_000))
-    assert torch.equal(test.images, torch.from_numpy(images)) and torch.equal(test.targets, torch.from_numpy(labels))
+    assert torch.equal(test.images, torch.from_numpy(images)) and torch.equal(
+        test.targets, torch.from_numpy(labels)
+    )
     trained, tested = ({image.numpy().tobytes() for image in part.images} for part in (train, test))
     assert len(trained) == 300 and not trained & tested

@@ -27,7 +27,9 @@ def site(tmp_path_factory):
     need(None if shutil.which("chromium") else "not installed: chromium (apt-get install chromium)")
     folder = tmp_path_factory.mktemp("site")
     env = os.environ | {"VIRTUAL_ENV": sys.prefix}
-    end = subprocess.run(["make", "site", f"SITE={folder}"], cwd=ROOT, env=env, capture_output=True, text=True)
+    end = subprocess.run(
+        ["make", "site", f"SITE={folder}"], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert end.returncode == 0 and "WARNING" not in end.stderr, end.stdout + end.stderr
     return folder
 
@@ -37,7 +39,9 @@ def browser(site):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
 
 
 @pytest.fixture
@@ -49,10 +53,18 @@ def tab(browser):
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, **options))
         page = contexts[-1].new_page()
         page.problems = []
-        page.on("console", lambda message: message.type in ("error", "warning") and page.problems.append(message.text))
+        page.on(
+            "console",
+            lambda message: (
+                message.type in ("error", "warning") and page.problems.append(message.text)
+            ),
+        )
         page.on("pageerror", lambda error: page.problems.append(str(error)))
         page.on("requestfailed", lambda request: page.problems.append(f"failed: {request.url}"))
-        page.on("request", lambda request: leaves_disk(request.url) and page.problems.append(request.url))
+        page.on(
+            "request",
+            lambda request: leaves_disk(request.url) and page.problems.append(request.url),
+        )
         return page
 
     yield opened
@@ -76,7 +88,11 @@ def go(tab, site, name):
 
 
 BOOK = [built(page) for english in pages() for page in (english, chinese_page(english))]
-NOTEBOOKS = [f"{folder}notebooks/{path.stem}.html" for folder in ("", "zh/") for path in ROOT.glob("notebooks/*.ipynb")]
+NOTEBOOKS = [
+    f"{folder}notebooks/{path.stem}.html"
+    for folder in ("", "zh/")
+    for path in ROOT.glob("notebooks/*.ipynb")
+]
 
 
 # Every page
@@ -85,7 +101,14 @@ NOTEBOOKS = [f"{folder}notebooks/{path.stem}.html" for folder in ("", "zh/") for
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_page_has_an_error_a_broken_picture_or_sideways_scrolling(site, tab, width):
     page, found = tab(width), []
-    shown = [*BOOK, *NOTEBOOKS, "tools/site/api.html", "genindex.html", "code/06_imagenet.py.html", "code/launch.html"]
+    shown = [
+        *BOOK,
+        *NOTEBOOKS,
+        "tools/site/api.html",
+        "genindex.html",
+        "code/06_imagenet.py.html",
+        "code/launch.html",
+    ]
     for name in shown:
         go(page, site, name)
         wide, broken, cut = page.evaluate("""() => [
@@ -98,7 +121,11 @@ def test_no_page_has_an_error_a_broken_picture_or_sideways_scrolling(site, tab, 
                 return box.getBoundingClientRect().right > room.right + 1;
             }).map(box => box.textContent.slice(0, 40)),
         ]""")
-        found += [f"{name}: {width} pixels: {what}" for what in (wide > 0 and f"{wide} too wide", broken, cut) if what]
+        found += [
+            f"{name}: {width} pixels: {what}"
+            for what in (wide > 0 and f"{wide} too wide", broken, cut)
+            if what
+        ]
         found += [f"{name}: {problem}" for problem in page.problems]
         page.problems.clear()
     assert not found, "\n".join(found)
@@ -151,22 +178,34 @@ def results(page, site, folder, query):
     """The addresses that a search finds, best first."""
     page.goto(f"file://{site}/{folder}search.html?q={quote(query)}")
     page.wait_for_selector("#search-results .search-summary:not(:empty)")
-    return [link.get_attribute("href") for link in page.query_selector_all("#search-results ul.search a")]
+    return [
+        link.get_attribute("href")
+        for link in page.query_selector_all("#search-results ul.search a")
+    ]
 
 
 def test_a_search_for_any_error_text_finds_troubleshooting(site, tab):
     texts = re.findall(r"^### .*?`([^`\n]+)`", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
     assert len(texts) > 20
     page = tab()
-    for folder, there in (("", "docs/troubleshooting.html"), ("zh/", "docs/zh/troubleshooting.html")):
+    for folder, there in (
+        ("", "docs/troubleshooting.html"),
+        ("zh/", "docs/zh/troubleshooting.html"),
+    ):
         for text in texts:
-            assert any(link.startswith(there) for link in results(page, site, folder, text)), f"{folder}: {text}"
+            assert any(link.startswith(there) for link in results(page, site, folder, text)), (
+                f"{folder}: {text}"
+            )
 
 
 @pytest.mark.parametrize(
     ("query", "expected"),
-    [("rank", "docs/concepts.html"), ("gradient accumulation", "docs/concepts.html"), ("requeue", "docs/slurm.html"),
-     ("梯度累积", "docs/zh/concepts.html"), ("检查点", "docs/zh/elastic.html"), ("学习率", "docs/zh/concepts.html"),
+    [("rank", "docs/concepts.html"), ("gradient accumulation", "docs/concepts.html"), ("requeue", (
+        "docs/slurm.html"
+    )),
+     ("梯度累积", "docs/zh/concepts.html"), ("检查点", "docs/zh/elastic.html"), ("学习率", (
+         "docs/zh/concepts.html"
+     )),
      ("rank", "docs/zh/concepts.html"), ("节点由 Slurm 选择", "docs/zh/slurm.html")],
 )  # fmt: skip
 def test_a_search_for_a_term_finds_its_page(site, tab, query, expected):
@@ -179,13 +218,17 @@ def test_a_search_for_a_term_finds_its_page(site, tab, query, expected):
 # Switches, keyboard, buttons
 
 
-@pytest.mark.parametrize("name", ["README", "docs/03_mnmc_ddp_launch", "docs/slurm", "CONTRIBUTING", "notebooks/speed"])
+@pytest.mark.parametrize(
+    "name", ["README", "docs/03_mnmc_ddp_launch", "docs/slurm", "CONTRIBUTING", "notebooks/speed"]
+)
 def test_the_language_switch_stays_on_the_page(site, tab, name):
     page = tab()
     go(page, site, f"{name}.html")
     page.click("header >> text=中文 >> visible=true")
     english = ROOT / f"{name}.md"
-    assert unquote(page.url).endswith(f"/zh/{name}.html" if not english.exists() else built(chinese_page(english)))
+    assert unquote(page.url).endswith(
+        f"/zh/{name}.html" if not english.exists() else built(chinese_page(english))
+    )
     assert page.get_attribute("html", "lang") == "zh-CN"
     page.click("header >> text=English >> visible=true")
     assert page.url.endswith(f"{site}/{name}.html") and page.get_attribute("html", "lang") == "en"
@@ -216,7 +259,9 @@ def test_the_keyboard_alone_reaches_every_link_and_button(site, tab):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.dataset.number"))
     missing = [k for k in wanted if str(k) not in reached]
-    shown = page.evaluate("ks => ks.map(k => document.querySelector(`[data-number='${k}']`).outerHTML)", missing)
+    shown = page.evaluate(
+        "ks => ks.map(k => document.querySelector(`[data-number='${k}']`).outerHTML)", missing
+    )
     assert not missing, shown
 
 
@@ -237,7 +282,9 @@ def test_a_copy_button_copies_a_command(site, tab):
     block.hover()
     block.locator("button.copybtn").click()
     page.wait_for_selector("button.copybtn.success")
-    assert page.evaluate("navigator.clipboard.readText()") == block.locator("pre").inner_text().strip()
+    assert (
+        page.evaluate("navigator.clipboard.readText()") == block.locator("pre").inner_text().strip()
+    )
 
 
 def test_the_site_shows_chinese_charts(site):
@@ -253,6 +300,11 @@ def test_the_notebooks_of_the_chinese_site_have_chinese_words_and_charts(site):
         text = (site / f"zh/notebooks/{path.stem}.html").read_text()
         heading = re.search(r"^# (.+)$", chinese_page(path).read_text(), re.M)[1]
         assert f"<h1>{heading}" in text
-        pictures = {(site / "zh/_images" / name).read_bytes() for name in re.findall(r'src="../_images/([^"]+)"', text)}
+        pictures = {
+            (site / "zh/_images" / name).read_bytes()
+            for name in re.findall(r'src="../_images/([^"]+)"', text)
+        }
         names = re.findall(r'charts\.save\(fig, \\"(\w+)\\"\)', path.read_text())
-        assert names and pictures == {(ROOT / f"docs/figures/zh/{name}.png").read_bytes() for name in names}
+        assert names and pictures == {
+            (ROOT / f"docs/figures/zh/{name}.png").read_bytes() for name in names
+        }

@@ -35,9 +35,17 @@ def test_srun_starts_05_on_two_machines_by_the_command_of_the_docstring(slurm, s
     end = slurm.run(*command, *QUICK, small_folder, "--epochs", 2)
     assert end.returncode == 0, end.stderr
     assert "05_mnmc_ddp_slurm.py | started by srun | world size 4 (2 on this machine)" in end.stdout
-    lines = dict(re.findall(r"^ranks (.+) on (.+): cpu \(.+, 1 CPU thread each\)$", end.stdout, re.M))
-    assert list(lines) == ["0-1", "2-3"] and len(set(lines.values())) == 2 and set(lines.values()) <= set(slurm.nodes)
-    assert "global batch = 8 x 4 = 32" in end.stdout and end.stdout.count("done: test accuracy") == 1
+    lines = dict(
+        re.findall(r"^ranks (.+) on (.+): cpu \(.+, 1 CPU thread each\)$", end.stdout, re.M)
+    )
+    assert (
+        list(lines) == ["0-1", "2-3"]
+        and len(set(lines.values())) == 2
+        and set(lines.values()) <= set(slurm.nodes)
+    )
+    assert (
+        "global batch = 8 x 4 = 32" in end.stdout and end.stdout.count("done: test accuracy") == 1
+    )
 
 
 @pytest.mark.slow
@@ -45,13 +53,17 @@ def test_uneven_tasks_each_know_how_many_share_their_machine(slurm, copy):
     end = slurm.run("srun", "-N3", "-n5", "python", "train.py", cwd=copy)
     assert end.returncode == 0, end.stderr
     found = ranks(end.stdout)
-    assert [line[:3] for line in found] == [("srun", r, 5) for r in range(5)] and all(line[5] == 15 for line in found)
+    assert [line[:3] for line in found] == [("srun", r, 5) for r in range(5)] and all(
+        line[5] == 15 for line in found
+    )
     assert sorted(line[3:5] for line in found) == [(0, 1), (0, 1), (0, 3), (1, 3), (2, 3)]
 
 
 @pytest.mark.slow
 def test_a_step_smaller_than_its_job_is_a_world_of_its_own(slurm, copy):
-    job = slurm.sbatch(batch(copy, f"cd {copy}; srun -n3 python train.py", options="-N3 --ntasks-per-node=2"))
+    job = slurm.sbatch(
+        batch(copy, f"cd {copy}; srun -n3 python train.py", options="-N3 --ntasks-per-node=2")
+    )
     assert slurm.wait(job) == ("COMPLETED", 0)
     assert [line[1:3] for line in ranks(slurm.output(job))] == [(0, 3), (1, 3), (2, 3)]
 
@@ -86,7 +98,9 @@ def test_two_steps_of_a_job_run_side_by_side_on_other_machines_than_its_first(sl
 
 @pytest.mark.slow
 def test_the_shell_of_an_sbatch_file_is_one_process_and_says_so(slurm, copy):
-    job = slurm.sbatch(batch(copy, f"cd {copy}; python train.py", options="-N2 --ntasks-per-node=2"))
+    job = slurm.sbatch(
+        batch(copy, f"cd {copy}; python train.py", options="-N2 --ntasks-per-node=2")
+    )
     assert slurm.wait(job) == ("COMPLETED", 0)
     assert ranks(slurm.output(job)) == [("python", 0, 1, 0, 1, 1)]
     assert "running as one process, though SLURM_NTASKS=" in slurm.output(job)
@@ -94,7 +108,9 @@ def test_the_shell_of_an_sbatch_file_is_one_process_and_says_so(slurm, copy):
 
 @pytest.mark.slow
 def test_two_jobs_at_once_on_one_machine_do_not_meet(slurm, holding):
-    jobs = [slurm.popen("srun", "-n2", "-w", "n01", "python", "train.py", cwd=holding) for _ in range(2)]
+    jobs = [
+        slurm.popen("srun", "-n2", "-w", "n01", "python", "train.py", cwd=holding) for _ in range(2)
+    ]
     for job in jobs:
         out, err = job.communicate(timeout=300)
         assert job.returncode == 0, err
@@ -115,7 +131,10 @@ def test_many_short_runs_end_with_exit_code_0(slurm, copy):
 def test_torchrun_in_a_step_has_distinct_ranks(slurm, copy):
     """All of its workers have the SLURM_PROCID of their torchrun."""
     torchrun = "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID"
-    lines = f"cd {copy}; srun -n2 --ntasks-per-node=1 {torchrun} --rdzv-endpoint=$(hostname):24999 train.py"
+    lines = (
+        f"cd {copy}; srun -n2 --ntasks-per-node=1 {torchrun} --rdzv-endpoint=$(hostname):24999 "
+        "train.py"
+    )
     job = slurm.sbatch(batch(copy, lines, options="-N2 --ntasks-per-node=2"))
     assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
     assert ranks(slurm.output(job)) == [("torchrun", r, 4, r % 2, 2, 10) for r in range(4)]
@@ -132,7 +151,10 @@ def mpirun():
 
 @pytest.mark.slow
 def test_mpirun_starts_one_world_on_the_machines_of_a_job(slurm, copy, mpirun):
-    lines = f"cd {copy}; export MASTER_ADDR=$(hostname); {mpirun} -x MASTER_ADDR --map-by node python train.py"
+    lines = (
+        f"cd {copy}; export MASTER_ADDR=$(hostname); {mpirun} -x MASTER_ADDR --map-by node python "
+        "train.py"
+    )
     job = slurm.sbatch(batch(copy, lines, options="-N2 --ntasks-per-node=1"))
     assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
     assert ranks(slurm.output(job)) == [("mpirun", 0, 2, 0, 1, 3), ("mpirun", 1, 2, 0, 1, 3)]
@@ -154,7 +176,16 @@ def test_an_sbatch_file_trains_as_it_stands(slurm, file, tmp_path, small_folder)
     given = [*QUICK, small_folder, "--epochs", 1]
     world, done = "world size 4 (2 on this machine)", "done: test accuracy"
     if file.startswith("06"):
-        given = [small_folder, *QUICK[:4], "--image-size", 32, "--epochs", 1, "--checkpoints-path", tmp_path / "saved"]
+        given = [
+            small_folder,
+            *QUICK[:4],
+            "--image-size",
+            32,
+            "--epochs",
+            1,
+            "--checkpoints-path",
+            tmp_path / "saved",
+        ]
         done = "done: top-1"
     if file == "05_mnist_cpu.sbatch":
         write_mnist(tmp_path / "MNIST/raw", 64)
@@ -182,10 +213,13 @@ def test_the_lines_for_gpus_give_every_process_the_gpus_of_its_machine(slurm, fi
         "import os, sys\n"
         "if 'torchrun' not in ' '.join(sys.orig_argv):\n"
         f"    with open('{tmp_path}/seen', 'a') as file:\n"
-        "        file.write(f\"{os.environ['SLURMD_NODENAME']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n\")\n"
+        "        file.write(f\"{os.environ['SLURMD_NODENAME']} "
+        "{os.environ.get('CUDA_VISIBLE_DEVICES')}\\n\")\n"
         "    os._exit(0)\n"  # in place of a training, which the test above looks at
     )
-    other = slurm.popen("srun", "--nodes=1", "--ntasks=1", "--nodelist=n01", "--gpus=1", "sleep", "100")
+    other = slurm.popen(
+        "srun", "--nodes=1", "--ntasks=1", "--nodelist=n01", "--gpus=1", "sleep", "100"
+    )
     try:
         wait_until(lambda: "R" in slurm.run("squeue", "--noheader", "--format=%t").stdout, 120)
         cores = ["--cpus-per-task=3"] * file.endswith("torchrun.sbatch")  # not as many as GPUs
@@ -198,9 +232,12 @@ def test_the_lines_for_gpus_give_every_process_the_gpus_of_its_machine(slurm, fi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["05_srun.sbatch", "06_srun.sbatch", "06_torchrun.sbatch"])  # each ends in its own way
+# each ends in its own way
+@pytest.mark.parametrize("file", ["05_srun.sbatch", "06_srun.sbatch", "06_torchrun.sbatch"])
 def test_an_sbatch_file_passes_its_flags_on_and_fails_with_them(slurm, file):
-    job = slurm.sbatch(ROOT / "launch/slurm" / file, "--epochs", "none", options=["--nodes=1", "--cpus-per-task=1"])
+    job = slurm.sbatch(
+        ROOT / "launch/slurm" / file, "--epochs", "none", options=["--nodes=1", "--cpus-per-task=1"]
+    )
     state, code = slurm.wait(job)
     assert state == "FAILED" and code != 0
     assert "error: argument --epochs: 'none' given" in slurm.output(job)
@@ -213,11 +250,14 @@ def test_an_sbatch_file_passes_its_flags_on_and_fails_with_them(slurm, file):
 def test_srun_around_a_script_that_spawns_is_refused(slurm, copy):
     """04 refuses it too: test_04_refuses_what_cannot_work_before_it_starts_processes."""
     spawning = TRAIN.replace("def main():", "def main(_):").replace(
-        "\nmain()\n", "\nif __name__ == '__main__':\n    torch.multiprocessing.spawn(main, nprocs=2)\n"
+        "\nmain()\n",
+        "\nif __name__ == '__main__':\n    torch.multiprocessing.spawn(main, nprocs=2)\n",
     )
     (copy / "spawn.py").write_text(spawning)
     end = slurm.run("srun", "-n2", "python", "spawn.py", cwd=copy)
-    expected = "srun has started a script that starts processes itself, and all would claim one rank"
+    expected = (
+        "srun has started a script that starts processes itself, and all would claim one rank"
+    )
     assert end.returncode != 0 and expected in end.stderr
 
 
@@ -228,7 +268,9 @@ def test_a_killed_task_ends_the_others_and_srun_fails(slurm, kill_on_bad_exit, s
     script = ["python", "05_mnmc_ddp_slurm.py", *QUICK, small_folder, "--epochs", 100000]
     job = slurm.popen("srun", *options, *script)
     read_until(job, "== test: [1/")
-    (second,) = [p for p in slurm.tasks() if p.environ()["SLURM_PROCID"] == "1" and "python" in p.name()]
+    (second,) = [
+        p for p in slurm.tasks() if p.environ()["SLURM_PROCID"] == "1" and "python" in p.name()
+    ]
     second.kill()
     code, _, err = finished(job)
     assert code != 0
@@ -239,7 +281,9 @@ def test_a_killed_task_ends_the_others_and_srun_fails(slurm, kill_on_bad_exit, s
 
 @pytest.mark.slow
 def test_scancel_leaves_no_process(slurm, small_folder):
-    job = slurm.sbatch(ROOT / "launch/slurm/05_srun.sbatch", *QUICK, small_folder, "--epochs", 100000)
+    job = slurm.sbatch(
+        ROOT / "launch/slurm/05_srun.sbatch", *QUICK, small_folder, "--epochs", 100000
+    )
     assert wait_until(lambda: "== test: [1/" in slurm.output(job), 90), slurm.output(job)
     assert len([p for p in slurm.tasks() if "python" in p.name()]) == 4
     slurm.cancel(job)

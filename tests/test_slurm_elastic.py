@@ -8,7 +8,10 @@ from conftest import ROOT
 from tools.lab.slurm_cluster import wait_until
 
 STEPS = 100  # an epoch
-FLAGS = "--dummy 800 --batch-size 8 --arch mnist_net --image-size 16 --eval-every 0 --print-every 10 --workers 0"
+FLAGS = (
+    "--dummy 800 --batch-size 8 --arch mnist_net --image-size 16 --eval-every 0 --print-every 10 "
+    "--workers 0"
+)
 
 
 class Job:
@@ -22,7 +25,11 @@ class Job:
     """
 
     def __init__(self, slurm, folder, file, options=()):
-        self.slurm, self.checkpoints, self.recipe = slurm, folder / "checkpoints", folder / "recipe.args"
+        self.slurm, self.checkpoints, self.recipe = (
+            slurm,
+            folder / "checkpoints",
+            folder / "recipe.args",
+        )
         self.set_epochs(1_000_000)
         small = ["--ntasks-per-node=1", "--cpus-per-task=1"]
         flags = [f"@{self.recipe}", "--checkpoints-path", self.checkpoints]
@@ -57,11 +64,16 @@ class Job:
 
     def saved(self):
         """After which steps it says that it has stopped and saved."""
-        return [int(step) for step in re.findall(r"stopped by a signal after step (\d+): saved", self.output)]
+        return [
+            int(step)
+            for step in re.findall(r"stopped by a signal after step (\d+): saved", self.output)
+        ]
 
     def resumed(self):
         """After which steps it says that it goes on."""
-        return [int(step) for step in re.findall(r"resumed from \S+, after step (\d+) of", self.output)]
+        return [
+            int(step) for step in re.findall(r"resumed from \S+, after step (\d+) of", self.output)
+        ]
 
 
 @pytest.fixture
@@ -71,7 +83,12 @@ def preempt(slurm, tmp_path):
     def preempt():
         file = tmp_path / "high.sbatch"
         file.write_text("#!/bin/sh\nsleep 600\n")
-        options = ["--partition=high", f"--nodes={len(slurm.nodes)}", "--exclusive", "--output=/dev/null"]
+        options = [
+            "--partition=high",
+            f"--nodes={len(slurm.nodes)}",
+            "--exclusive",
+            "--output=/dev/null",
+        ]
         high = slurm.sbatch(file, options=options)
         assert wait_until(lambda: slurm.show(high)["JobState"] == "RUNNING", 120), slurm.show(high)
         slurm.cancel(high)
@@ -87,7 +104,9 @@ def soon(run_time):
 
 
 @pytest.mark.slow
-def test_a_job_that_is_preempted_out_of_time_and_requeued_goes_on_each_time_and_ends(slurm, tmp_path, preempt):
+def test_a_job_that_is_preempted_out_of_time_and_requeued_goes_on_each_time_and_ends(
+    slurm, tmp_path, preempt
+):
     job = Job(slurm, tmp_path, ROOT / "launch/slurm/06_srun.sbatch", ["--partition=low"])
     preempt()
     job.restart()
@@ -119,7 +138,9 @@ def test_a_job_that_is_asked_to_save_goes_on_and_one_that_is_cancelled_does_not(
 
 
 @pytest.mark.slow
-def test_torchruns_in_a_job_save_and_go_on_whoever_is_told_that_they_must_end(slurm, tmp_path, preempt):
+def test_torchruns_in_a_job_save_and_go_on_whoever_is_told_that_they_must_end(
+    slurm, tmp_path, preempt
+):
     """The shell by USR1, or, in a job that wants no such signal, torchrun by TERM."""
     text = (ROOT / "launch/slurm/06_torchrun.sbatch").read_text()
     file = tmp_path / "job.sbatch"

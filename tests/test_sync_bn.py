@@ -69,7 +69,9 @@ def train_and_test(norm, images, gradients):
 
 @cleaned_up()
 def each_rank(rank, world_size, port, folder):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
     torch.set_num_threads(1)
     told = {}
     for case in CASES:
@@ -77,9 +79,13 @@ def each_rank(rank, world_size, port, folder):
         norm = convert_sync_batchnorm(nn.Sequential(norm_for(case)))[0]
         assert type(norm) is SyncBatchNorm
         told[case] = train_and_test(norm, images[rank], gradients[rank])
-    double = convert_sync_batchnorm(nn.BatchNorm2d(CHANNELS).double())(torch.ones(2, CHANNELS, 3, 3).double())
+    double = convert_sync_batchnorm(nn.BatchNorm2d(CHANNELS).double())(
+        torch.ones(2, CHANNELS, 3, 3).double()
+    )
     assert double.dtype == torch.float64
-    half = convert_sync_batchnorm(nn.BatchNorm2d(CHANNELS))(torch.ones(2, CHANNELS, 3, 3, dtype=torch.bfloat16))
+    half = convert_sync_batchnorm(nn.BatchNorm2d(CHANNELS))(
+        torch.ones(2, CHANNELS, 3, 3, dtype=torch.bfloat16)
+    )
     assert half.dtype == torch.bfloat16
     torch.save(told, f"{folder}/{rank}.pt")
 
@@ -111,7 +117,9 @@ def test_synchronised_batch_norm_is_batch_norm_over_the_images_of_all_ranks(sync
 
 def test_conversion_keeps_weights_statistics_settings_and_all_that_is_no_batch_norm():
     net = nn.Sequential(
-        nn.Conv2d(3, CHANNELS, 1), nn.Sequential(norm_for("even"), nn.ReLU()), norm_for("without momentum")
+        nn.Conv2d(3, CHANNELS, 1),
+        nn.Sequential(norm_for("even"), nn.ReLU()),
+        norm_for("without momentum"),
     )
     net[1].eval()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -148,12 +156,16 @@ def test_it_agrees_with_pytorchs_own_on_a_gpu():
 def each_gpu(rank, world_size, port):
     # Two processes may share one GPU with gloo, which PyTorch's own takes too.
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
     for case in ("even", "uneven", "without weights", "without momentum"):
         images, gradients = (parts[rank].cuda() for parts in batches(case))
         norm = norm_for(case)
         ours = SyncBatchNorm.like(norm).cuda()
         theirs = convert_sync_batchnorm(norm.cuda())
         assert type(theirs) is nn.SyncBatchNorm
-        (told, state), (want, wanted) = (train_and_test(n, images, gradients) for n in (ours, theirs))
+        (told, state), (want, wanted) = (
+            train_and_test(n, images, gradients) for n in (ours, theirs)
+        )
         torch.testing.assert_close((told, state), (want, wanted), rtol=1e-4, atol=1e-4)

@@ -46,8 +46,12 @@ def two(tmp_path_factory):
 
 def run(project, *command):
     """Run a command in the folder of the project; returns the lines of rank 0."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    end = subprocess.run(list(map(str, command)), cwd=project, env=env, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "OMP_NUM_THREADS": "1"
+    }
+    end = subprocess.run(
+        list(map(str, command)), cwd=project, env=env, capture_output=True, text=True
+    )
     assert end.returncode == 0, end.stderr
     return without_gloo(end.stdout).splitlines()
 
@@ -78,13 +82,20 @@ FLAGS = ["train.py", "--epochs", 3, "--batch-size", 500]
 @pytest.mark.flags("template/train.py", "--resume", "--checkpoints", "--epochs")
 def test_two_processes_train_the_same_as_one_which_goes_on_for_more_epochs(project, one, two):
     (one, checkpoints), (two, checkpoints_of_two) = one, two
-    assert len(one) == 4 and re.match(r"epoch 1/3: train loss [\d.]+, accuracy [\d.]+% \| validation loss", one[0])
+    assert len(one) == 4 and re.match(
+        r"epoch 1/3: train loss [\d.]+, accuracy [\d.]+% \| validation loss", one[0]
+    )
     assert numbers(two) == pytest.approx(numbers(one), rel=1e-2)
     accuracy = float(re.search(r"done: test loss [\d.]+, accuracy ([\d.]+)%", one[-1])[1])
     assert accuracy > 60, "of five classes; guessing is 20"
     whole = torch.load(checkpoints_of_two / "last.pt")
-    validated = [float(re.search(r"validation loss [\d.]+, accuracy ([\d.]+)%", line)[1]) for line in two[:3]]
-    assert 100 * whole["best"] == pytest.approx(max(validated)) and (checkpoints_of_two / "best.pt").exists()
+    validated = [
+        float(re.search(r"validation loss [\d.]+, accuracy ([\d.]+)%", line)[1]) for line in two[:3]
+    ]
+    assert (
+        100 * whole["best"] == pytest.approx(max(validated))
+        and (checkpoints_of_two / "best.pt").exists()
+    )
 
     shutil.copytree(checkpoints, project / "one")
     codes, more = fork(project, 1, *FLAGS, "--epochs", 5, "--checkpoints", "one", "--resume")
@@ -101,7 +112,9 @@ def plain_loop():
     targets = inputs[:, :5].argmax(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 5))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4, nesterov=True
+    )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
 
     def evaluate(first, last):
@@ -138,7 +151,9 @@ def test_losses_and_accuracies_are_those_of_a_plain_loop(processes, request):
         losses = [float(number) for number in re.findall(r"loss ([\d.]+)", line)]
         accuracies = [float(number) for number in re.findall(r"accuracy ([\d.]+)%", line)]
         assert losses == pytest.approx(expected[0::2], abs=2e-4)
-        assert accuracies == pytest.approx(expected[1::2], abs=0.11), "one example of 1000 may be on the edge"
+        assert accuracies == pytest.approx(expected[1::2], abs=0.11), (
+            "one example of 1000 may be on the edge"
+        )
     saved = torch.load(checkpoints / "last.pt")
     for name, value in model.state_dict().items():
         torch.testing.assert_close(saved["model"][name], value, rtol=1e-3, atol=1e-5)
@@ -221,7 +236,9 @@ def test_every_epoch_has_an_order_of_its_own(project):
     text = (project / "train.py").read_text()
     call = "        loss, accuracy = run_epoch(ddp, "
     assert text.count(call) == 1
-    (project / "train.py").write_text(text.replace(call, f"        print('order', list(sampler)[:5])\n{call}"))
+    (project / "train.py").write_text(
+        text.replace(call, f"        print('order', list(sampler)[:5])\n{call}")
+    )
     _, lines = fork(project, 1, "train.py", "--epochs", 2, "--batch-size", 5000)
     orders = [line for line in lines if line.startswith("order")]
     assert len(orders) == len(set(orders)) == 2
@@ -243,10 +260,19 @@ def test_a_batch_larger_than_the_training_set_is_named(project):
 
 @pytest.mark.slow
 def test_the_template_runs_under_srun_and_the_old_launcher(project, slurm):
-    end = slurm.run("srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1", "python", project / "train.py",
+    end = slurm.run("srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1", "python", project / (
+        "train.py"
+    ),
                     "--epochs", "1", "--checkpoints", project / "srun")  # fmt: skip
     assert end.returncode == 0 and end.stdout.count("done: test loss") == 1, end.stderr
     lines = run(
-        project, sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", "train.py", "--epochs", 1
+        project,
+        sys.executable,
+        "-m",
+        "torch.distributed.launch",
+        "--nproc-per-node=2",
+        "train.py",
+        "--epochs",
+        1,
     )
     assert lines[-1].startswith("done: test loss")

@@ -21,9 +21,14 @@ from tools.records import checkpoint_cost, checkpoint_seconds
 
 
 def make(*arguments, cwd=ROOT, env=None):
-    env = {name: value for name, value in (env or os.environ).items() if name != "MAKEFLAGS"}  # of a make around us
+    # of a make around us
+    env = {name: value for name, value in (env or os.environ).items() if name != "MAKEFLAGS"}
     return subprocess.run(
-        ["make", "--no-print-directory", *arguments], cwd=cwd, env=env, capture_output=True, text=True
+        ["make", "--no-print-directory", *arguments],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -79,14 +84,19 @@ def test_make_installs_once_and_again_when_the_requirements_change(clone):
 def test_an_old_python_is_named(clone):
     old = fake_python(clone, 'case "$1" in -c) exit 1;; *) echo Python 3.8.10;; esac')
     end = make("demo", old, cwd=clone)
-    assert end.returncode == 2 and "found Python 3.8.10, expected Python 3.10 or newer" in end.stderr
+    assert (
+        end.returncode == 2 and "found Python 3.8.10, expected Python 3.10 or newer" in end.stderr
+    )
     assert not (clone / ".venv").exists()
 
 
 def test_a_python_without_venv_says_which_package_to_install(clone):
-    bare = fake_python(clone, 'case "$2" in *ensurepip*) exit 1;; *-venv*) echo python3.12-venv;; esac')
+    bare = fake_python(
+        clone, 'case "$2" in *ensurepip*) exit 1;; *-venv*) echo python3.12-venv;; esac'
+    )
     (clone / "bin").mkdir()
-    for command in ("id", "apt-get"):  # a user who is not root, and a machine on which nothing gets installed
+    # a user who is not root, and a machine on which nothing gets installed
+    for command in ("id", "apt-get"):
         (clone / "bin" / command).write_text("#!/bin/sh\necho 1000\nexit 1\n")
         (clone / "bin" / command).chmod(0o755)
     end = make("demo", bare, cwd=clone, env={"PATH": f"{clone / 'bin'}:/usr/bin:/bin"})
@@ -100,14 +110,18 @@ def test_a_python_without_venv_says_which_package_to_install(clone):
 def test_every_mutant_fits_the_code_as_it_is_now():
     listed.check(listed.MUTANTS)
     assert len(listed.MUTANTS) >= 60
-    assert all((ROOT / mutant.tests.split()[0].partition("::")[0]).exists() for mutant in listed.MUTANTS)
+    assert all(
+        (ROOT / mutant.tests.split()[0].partition("::")[0]).exists() for mutant in listed.MUTANTS
+    )
 
 
 # tools/bench/
 
 
 def bench(*given):
-    process = start("tools/bench/input.py", "--arch", "mnist_net", "--batch-size", 2, "--repeats", 1, *given)
+    process = start(
+        "tools/bench/input.py", "--arch", "mnist_net", "--batch-size", 2, "--repeats", 1, *given
+    )
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return out
@@ -121,7 +135,12 @@ def test_the_input_benchmark_compares_four_loops_on_small_images(small_folder, t
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [r["loop"] for r in records] == ["classic, files", "classic, memory", "01", "limit"]
     for r in records:
-        assert r["images_per_second"] > 0 and r["peak_memory_mib"] > 100 and r["device_name"] and r["torch"]
+        assert (
+            r["images_per_second"] > 0
+            and r["peak_memory_mib"] > 100
+            and r["device_name"]
+            and r["torch"]
+        )
         assert re.search(rf"^{r['loop']}\s+{r['images_per_second']:.0f} \(", out, re.M)
     ours = records[2]["images_per_second"]
     for r in records:
@@ -132,7 +151,16 @@ def test_the_input_benchmark_compares_four_loops_on_small_images(small_folder, t
 @pytest.mark.slow
 def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
-    out = bench("--dataset", "folder", "--data-dir", large_folder, "--log-file", log, "--arch", "mobilenet_v3_small")
+    out = bench(
+        "--dataset",
+        "folder",
+        "--data-dir",
+        large_folder,
+        "--log-file",
+        log,
+        "--arch",
+        "mobilenet_v3_small",
+    )
     loops = [json.loads(line)["loop"] for line in log.read_text().splitlines()]
     assert loops == ["classic, files", "01", "limit", "classic loader", "our loader"]
     assert re.search(r"^ours / classic\s+[\d.]+ \(", out, re.M)
@@ -143,20 +171,43 @@ def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_
 @pytest.mark.slow
 def test_the_benchmark_of_reencoding_reads_smaller_copies(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
-    process = start("tools/bench/reencode.py", "--data-dir", large_folder, "--short-side", 32, "--image-size", 32,
+    process = start("tools/bench/reencode.py", "--data-dir", large_folder, "--short-side", 32, (
+        "--image-size"
+    ), 32,
                     "--repeats", 2, "--log-file", log)  # fmt: skip
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(r["short_side"], r["repeat"]) for r in records] == [(None, 0), (32, 0), (None, 1), (32, 1)]
-    assert records[1]["megabytes"] < records[0]["megabytes"] and records[1]["images"] == records[0]["images"] > 0
-    ratio = statistics.median(records[k + 1]["images_per_second"] / records[k]["images_per_second"] for k in (0, 2))
+    assert [(r["short_side"], r["repeat"]) for r in records] == [
+        (None, 0),
+        (32, 0),
+        (None, 1),
+        (32, 1),
+    ]
+    assert (
+        records[1]["megabytes"] < records[0]["megabytes"]
+        and records[1]["images"] == records[0]["images"] > 0
+    )
+    ratio = statistics.median(
+        records[k + 1]["images_per_second"] / records[k]["images_per_second"] for k in (0, 2)
+    )
     assert re.search(rf"^ +32 .* {ratio:.2f} \([\d.]+ to [\d.]+\)$", out, re.M)
 
 
 @pytest.mark.slow
 def test_a_benchmark_of_too_few_steps_says_so(small_folder):
-    given = ["--dataset", "folder", "--data-dir", small_folder, "--limit", 8, "--batch-size", 4, "--repeats", 1]
+    given = [
+        "--dataset",
+        "folder",
+        "--data-dir",
+        small_folder,
+        "--limit",
+        8,
+        "--batch-size",
+        4,
+        "--repeats",
+        1,
+    ]
     process = start("tools/bench/input.py", "--arch", "mnist_net", *given)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2
@@ -167,18 +218,33 @@ def test_a_benchmark_of_too_few_steps_says_so(small_folder):
 @pytest.mark.slow
 def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path):
     log = tmp_path / "bench.jsonl"
-    given = ["--arch", "mnist_net", "--batch-size", 2, "--repeats", 1, "--launches", 1, "--log-file", log]
+    given = [
+        "--arch",
+        "mnist_net",
+        "--batch-size",
+        2,
+        "--repeats",
+        1,
+        "--launches",
+        1,
+        "--log-file",
+        log,
+    ]
     process = start("tools/bench/ddp.py", *given)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     *steps, launch = [json.loads(line) for line in log.read_text().splitlines()]
-    speeds = {f"{r['world_size']} x {r['threads']} {r['variant']}": r["images_per_second"] for r in steps}
+    speeds = {
+        f"{r['world_size']} x {r['threads']} {r['variant']}": r["images_per_second"] for r in steps
+    }
     assert list(speeds) == [
         "1 x 1 plain", *(f"2 x 1 {variant}" for variant in bench_ddp.VARIANTS), "1 x 2 plain"
     ]  # fmt: skip
     for name, speed in speeds.items():
         n = int(name[0]) * int(name[4])
-        assert re.search(rf"^{name} +{speed:.0f} \(.*\) +{speed / n / speeds['1 x 1 plain']:.2f} \(", out, re.M)
+        assert re.search(
+            rf"^{name} +{speed:.0f} \(.*\) +{speed / n / speeds['1 x 1 plain']:.2f} \(", out, re.M
+        )
     exposed = 1 - speeds["2 x 1 ddp"] / speeds["2 x 1 no_sync"]
     assert re.search(rf"^2 x 1 ddp .* {exposed:.2f} \({exposed:.2f} to {exposed:.2f}\)$", out, re.M)
     assert launch["bench"] == "launch" and launch["world_size"] == 1
@@ -191,7 +257,18 @@ def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path)
 def test_the_finetune_benchmark_trains_in_three_ways_on_the_other_half_of_the_classes(tmp_path):
     for split in ("train", "val"):
         write_images(tmp_path, split, (32, 32), ("a", "b", "c", "d"), 40)
-    given = ["--data-dir", tmp_path, "--epochs", 1, "--tuning-epochs", 2, "--images", 30, "--repeats", 1]
+    given = [
+        "--data-dir",
+        tmp_path,
+        "--epochs",
+        1,
+        "--tuning-epochs",
+        2,
+        "--images",
+        30,
+        "--repeats",
+        1,
+    ]
     process = start("tools/bench/finetune.py", *given, "--log-file", tmp_path / "log")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -207,7 +284,20 @@ def test_the_finetune_benchmark_trains_in_three_ways_on_the_other_half_of_the_cl
 @pytest.mark.slow
 def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
-    given = ["--arch", "mnist_net", "--image-size", 16, "--batch-size", 2, "--steps", 20, "--every", 5, "--repeats", 1]
+    given = [
+        "--arch",
+        "mnist_net",
+        "--image-size",
+        16,
+        "--batch-size",
+        2,
+        "--steps",
+        20,
+        "--every",
+        5,
+        "--repeats",
+        1,
+    ]
     process = start("tools/bench/train.py", *given, "--data-dir", large_folder, "--log-file", log)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -215,14 +305,17 @@ def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_pa
     speeds = {r["run"]: r["images_per_second"] for r in records}
     assert list(speeds) == ["bare", "dummy", "checkpoints", "files", "classic loader", "our loader"]
     for run in ("dummy", "checkpoints", "files"):
-        assert re.search(rf"^{run} +{speeds[run]:.1f} \(.* MiB +{speeds[run] / speeds['bare']:.3f} \(", out, re.M)
+        assert re.search(
+            rf"^{run} +{speeds[run]:.1f} \(.* MiB +{speeds[run] / speeds['bare']:.3f} \(", out, re.M
+        )
     cost = 100 * checkpoint_cost(speeds["dummy"], speeds["checkpoints"], {"every": 5})
     assert f"a checkpoint every 100 steps costs {cost:.2f} (" in out
     assert f"ratio {speeds['our loader'] / speeds['classic loader']:.2f} (" in out
 
 
 def test_a_checkpoint_costs_what_it_adds_to_the_steps_between_two():
-    # 10 images a step: 1 s without, 1.05 s with a checkpoint every 10 steps. So one takes 0.5 s, of 100 s.
+    # 10 images a step: 1 s without, 1.05 s with a checkpoint every 10 steps. So one takes 0.5 s, of
+    # 100 s.
     saving = {"every": 10, "batch_size": 10, "images_per_second": 10 / 1.05}
     assert checkpoint_cost(10, 10 / 1.05, saving) == pytest.approx(0.005)
     assert checkpoint_seconds({"images_per_second": 10}, saving) == pytest.approx(0.5)
@@ -242,7 +335,9 @@ def test_the_steps_of_the_ladder_are_listed_and_shown(capsys, monkeypatch):
     shown = capsys.readouterr().out.splitlines()
     assert "+import torch.distributed as dist" in shown
     added, removed = (sum(line.startswith(sign) for line in shown) for sign in "+-")
-    assert re.search(rf"03_mnmc_ddp_launch.py +\d+ lines <- 01: \+{added} -{removed}; changes", "\n".join(listed))
+    assert re.search(
+        rf"03_mnmc_ddp_launch.py +\d+ lines <- 01: \+{added} -{removed}; changes", "\n".join(listed)
+    )
     monkeypatch.setattr("sys.argv", ["steps.py", "01"])
     with pytest.raises(SystemExit, match=r"steps\.py: error: 01: expected one of 02, 03, 04, 05$"):
         steps.main()
@@ -250,7 +345,9 @@ def test_the_steps_of_the_ladder_are_listed_and_shown(capsys, monkeypatch):
 
 @pytest.mark.flags("tools/bench/rendezvous.py", "--ranks", "--start", "--repeats", "--log-file")
 @pytest.mark.slow
-def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_resolve_quickly_and_slowly(tmp_path):
+def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_resolve_quickly_and_slowly(
+    tmp_path,
+):
     log = tmp_path / "rendezvous.jsonl"
     given = ["--ranks", 2, "--start", 2, "--repeats", 1, "--log-file", log]
     process = start("tools/bench/rendezvous.py", *given)

@@ -100,7 +100,9 @@ def votes(alone):
         (1.0, 30, 1),
     ],
 )
-def test_a_vote_costs_a_hundredth_of_a_step_unless_a_wish_would_wait_too_long(votes, monkeypatch, vote, step, every):
+def test_a_vote_costs_a_hundredth_of_a_step_unless_a_wish_would_wait_too_long(
+    votes, monkeypatch, vote, step, every
+):
     now = [0.0]
     monkeypatch.setattr(elastic.time, "perf_counter", lambda: now[0])
     votes.seconds = vote

@@ -5,9 +5,9 @@
     python tools/experiments.py speed syncbn        run them, one after the other
     make charts MACHINE=my-laptop                   draw the charts; --list prints the name of this machine
 
-A run is recorded after it has succeeded, so you can stop at any time: the same command continues with the missing runs.
-Every second repeat runs in reverse order, so that slow changes of the machine, such as its temperature, affect all runs
-equally.
+A run is recorded after it has succeeded, so you can stop at any time: the same command continues
+with the missing runs. Every second repeat runs in reverse order, so that slow changes of the
+machine, such as its temperature, affect all runs equally.
 """
 
 import argparse
@@ -38,7 +38,8 @@ from tools.bench.measure import pick_device
 from tools.records import RESULTS, ROOT, RecordError, read
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
-PROCESS_MEMORY = 1.4 * 2**30  # bytes: ResNet-18 with 256 images per training step and CIFAR-10 in memory
+# bytes: ResNet-18 with 256 images per training step and CIFAR-10 in memory
+PROCESS_MEMORY = 1.4 * 2**30
 PUBLISHED_BATCH = 256  # images per process in the accuracy experiment
 SYNCBN_BATCHES = (4, 8, 16, 32)  # images per process in the syncbn experiment
 GPU_IMAGES, GPU_EPOCHS = 50000, 8  # of the speed experiment on GPUs; times the number of processes
@@ -61,24 +62,50 @@ def speed(machine, args, repeat):
     def run(launch, script, batch, images, processes=1, threads=1, gpus=""):
         setting = f"OMP_NUM_THREADS={threads} " if on_cpu else gpus
         epochs = 1
-        if not on_cpu:  # the whole data set several times, or a run would take less than ten seconds
+        # the whole data set several times, or a run would take less than ten seconds
+        if not on_cpu:
             epochs, images = args.epochs or GPU_EPOCHS * processes, args.limit or GPU_IMAGES
-        flags = f"--batch-size {batch} --limit {images} --epochs {epochs}{extra(args)} --seed {repeat}"
+        flags = (
+            f"--batch-size {batch} --limit {images} --epochs {epochs}{extra(args)} --seed {repeat}"
+        )
         return Run(f"{setting}{launch.format(processes)}{script} {flags}", epochs * images)
 
     most = max(args.processes)
     thread_counts = sorted({1, *args.processes}) if on_cpu else [1]
-    runs = [run("python ", "01_snsc.py", size, images_per_process, threads=k) for k in thread_counts]
+    runs = [
+        run("python ", "01_snsc.py", size, images_per_process, threads=k) for k in thread_counts
+    ]
     split = 1 if on_cpu else most  # DataParallel splits each batch over all visible GPUs
     visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(most)))} "
-    runs.append(run("python ", "02_snmc_dp.py", split * size, split * images_per_process, threads=most, gpus=visible))
+    runs.append(
+        run(
+            "python ",
+            "02_snmc_dp.py",
+            split * size,
+            split * images_per_process,
+            threads=most,
+            gpus=visible,
+        )
+    )
     for n in args.processes:
         runs.append(run(TORCHRUN, "03_mnmc_ddp_launch.py", size, n * images_per_process, n))
         if n > 1:  # keep the global batch size of one process
             runs.append(run(TORCHRUN, "03_mnmc_ddp_launch.py", size // n, images_per_process, n))
-    runs.append(run("python ", f"04_mnmc_ddp_mp.py --nproc-per-node {most}", size, most * images_per_process, most))
+    runs.append(
+        run(
+            "python ",
+            f"04_mnmc_ddp_mp.py --nproc-per-node {most}",
+            size,
+            most * images_per_process,
+            most,
+        )
+    )
     if slurm_answers():
-        srun = "srun --nodes=1 --ntasks-per-node={} " + ("" if on_cpu else f"--gpus-per-node={most} ") + "python "
+        srun = (
+            "srun --nodes=1 --ntasks-per-node={} "
+            + ("" if on_cpu else f"--gpus-per-node={most} ")
+            + "python "
+        )
         runs.append(run(srun, "05_mnmc_ddp_slurm.py", size, most * images_per_process, most))
     return runs
 
@@ -87,14 +114,21 @@ def syncbn(machine, args, repeat):
     """Test accuracy with and without synchronised batch norm, by images per process, compared with one process."""
     images = args.limit or 12800
     flags = (
-        f"{real_images(args)} --limit {images} --epochs {args.epochs or 1} --arch {args.arch or 'small_net'} --lr 0.4"
+        f"{real_images(args)} --limit {images} --epochs {args.epochs or 1} --arch "
+        f"{args.arch or 'small_net'} --lr 0.4"
     )
     runs = []
     for n in args.processes:
         for batch in SYNCBN_BATCHES:
             one_process = f"python 01_snsc.py {flags} --batch-size {n * batch} --seed {repeat}"
-            processes = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size {batch} --seed {repeat}"
-            runs += [Run(command, images) for command in (one_process, processes, f"{processes} --sync-bn")]
+            processes = (
+                f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size {batch} --seed "
+                f"{repeat}"
+            )
+            runs += [
+                Run(command, images)
+                for command in (one_process, processes, f"{processes} --sync-bn")
+            ]
     return list(dict.fromkeys(runs))  # 2 x 8 and 4 x 4 images give the same command for one process
 
 
@@ -122,12 +156,14 @@ def scaling(machine, args, repeat):
     """Seconds of all_reduce by size and number of processes, and of a training step and its parts."""
     flags = f"--batch-size 64{extra(args)} --seed {repeat}"
     return [
-        Run(f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/scaling.py {flags}", 5000 * n) for n in args.processes
+        Run(f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/scaling.py {flags}", 5000 * n)
+        for n in args.processes
     ]
 
 
 TORCHRUN = "torchrun --nnodes=1 --nproc-per-node={} "
-EXPERIMENTS = {  # name: (function, repeats, numbers of processes on CPUs, how many numbers it needs at least)
+# name: (function, repeats, numbers of processes on CPUs, how many numbers it needs at least)
+EXPERIMENTS = {
     "speed": (speed, 3, None, 1),
     "syncbn": (syncbn, 3, [2, 4], 1),
     "accuracy": (accuracy, 1, [1, 2, 4, 8, 16], 2),
@@ -149,7 +185,9 @@ def arch_flag(args):
 
 def extra(args):
     """Return the flags for --arch and --data-dir, for experiments that otherwise use the scripts' defaults."""
-    return arch_flag(args) + (f" --dataset folder --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else "")
+    return arch_flag(args) + (
+        f" --dataset folder --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
+    )
 
 
 def slurm_answers():
@@ -157,7 +195,12 @@ def slurm_answers():
     if not shutil.which("srun"):
         return False
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return subprocess.run(["srun", "--immediate=10", "true"], capture_output=True, timeout=30).returncode == 0
+        return (
+            subprocess.run(
+                ["srun", "--immediate=10", "true"], capture_output=True, timeout=30
+            ).returncode
+            == 0
+        )
     return False
 
 
@@ -185,7 +228,9 @@ class Machine(NamedTuple):
             devices = torch.accelerator.device_count()
             count = f"x {devices}" if devices > 1 else ""
         name = re.sub(r"[^a-z0-9]+", "-", f"{device_name(device)} {count}".lower()).strip("-")
-        return cls(device.type, devices, name, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return cls(
+            device.type, devices, name, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        )
 
     def process_counts(self, on_cpus):
         """Return the numbers of processes for an experiment. Processes may share cores, but their memory must fit."""
@@ -199,15 +244,46 @@ class Machine(NamedTuple):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("experiments", nargs="*", metavar="EXPERIMENT", help=f"one or more of {', '.join(EXPERIMENTS)}")
-    add("--list", action="store_true", help="list the experiments and the recorded runs; run nothing")
-    add("--dry-run", action="store_true", help="print the commands that are not recorded yet; run nothing")
-    add("--machine", type=file_name, metavar="NAME", help="name of this machine (default: made from its device)")
-    add("--processes", nargs="+", type=whole_number(1), metavar="N", help="numbers of processes (default: by machine)")
-    add("--repeats", type=whole_number(1), metavar="N", help="runs per command, seeds 0 to N - 1 (default: 1 or 3)")
+    add(
+        "experiments",
+        nargs="*",
+        metavar="EXPERIMENT",
+        help=f"one or more of {', '.join(EXPERIMENTS)}",
+    )
+    add(
+        "--list",
+        action="store_true",
+        help="list the experiments and the recorded runs; run nothing",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the commands that are not recorded yet; run nothing",
+    )
+    add(
+        "--machine",
+        type=file_name,
+        metavar="NAME",
+        help="name of this machine (default: made from its device)",
+    )
+    add(
+        "--processes",
+        nargs="+",
+        type=whole_number(1),
+        metavar="N",
+        help="numbers of processes (default: by machine)",
+    )
+    add(
+        "--repeats",
+        type=whole_number(1),
+        metavar="N",
+        help="runs per command, seeds 0 to N - 1 (default: 1 or 3)",
+    )
     add("--data-dir", metavar="DIR", help="folder of images to use instead of the experiment's")
     add("--arch", metavar="NAME", help="model to use instead of the experiment's")
     add(
@@ -225,7 +301,9 @@ def parse_args():
     args = parser.parse_args()
     for name in args.experiments:
         if name not in EXPERIMENTS:
-            parser.error(f"{name}: no such experiment, expected one or more of {', '.join(EXPERIMENTS)}")
+            parser.error(
+                f"{name}: no such experiment, expected one or more of {', '.join(EXPERIMENTS)}"
+            )
     if not args.experiments and not args.list:
         parser.error(f"name one or more of {', '.join(EXPERIMENTS)}, or see --list")
     return args
@@ -234,7 +312,9 @@ def parse_args():
 def file_name(text):
     """Parse a flag that names a file in results/."""
     if not re.fullmatch(r"[A-Za-z0-9][-\w.]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} given, expected letters, digits, hyphens and dots, as in my-laptop")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} given, expected letters, digits, hyphens and dots, as in my-laptop"
+        )
     return text
 
 
@@ -247,9 +327,12 @@ def plan(name, machine, args):
     function, repeats, on_cpus, least = EXPERIMENTS[name]
     run_args = argparse.Namespace(**vars(args))
     counts = sorted(set(args.processes or machine.process_counts(on_cpus)))
-    run_args.processes = [n for n in counts if n > 1 or name != "syncbn"]  # which always compares with one process
+    # which always compares with one process
+    run_args.processes = [n for n in counts if n > 1 or name != "syncbn"]
     if machine.device != "cpu" and counts[-1] > machine.devices:
-        raise UserError(f"--processes {counts[-1]}: {machine.devices} GPUs here, and each process needs its own")
+        raise UserError(
+            f"--processes {counts[-1]}: {machine.devices} GPUs here, and each process needs its own"
+        )
     if len(run_args.processes) < least:
         needs = {
             "syncbn": "two processes or more",
@@ -257,8 +340,10 @@ def plan(name, machine, args):
             "scaling": "1, 2 and more processes",
         }
         raise UserError(
-            f"{name} needs {needs[name]}, found {' '.join(map(str, counts))} on {machine.devices} {machine.kind}: set "
-            f"--processes 1 2 4 if there are enough; without GPUs (CUDA_VISIBLE_DEVICES=) processes share the cores"
+            f"{name} needs {needs[name]}, found {' '.join(map(str, counts))} on {machine.devices} "
+            f"{machine.kind}: set "
+            "--processes 1 2 4 if there are enough; without GPUs (CUDA_VISIBLE_DEVICES=) "
+            "processes share the cores"
         )
     runs = []
     for repeat in range(args.repeats or repeats):
@@ -274,7 +359,11 @@ def recorded(path):
             command = re.sub(r" --log(-file)? \S+", "", record.get("command", ""))
             last[command] = max(last.get(command, 0), record.get("epoch", math.inf))
     epochs = {command: re.search(r" --epochs (\d+)", command) for command in last}
-    return {command for command in last if not epochs[command] or last[command] >= int(epochs[command][1])}
+    return {
+        command
+        for command in last
+        if not epochs[command] or last[command] >= int(epochs[command][1])
+    }
 
 
 def main(args):
@@ -294,13 +383,17 @@ def main(args):
             print(f"   skipped: {error}")
             continue
         missing = [run for run in runs if run.command not in done]
-        print(f"   {len(runs) - len(missing)} of {len(runs)} runs recorded in {os.path.relpath(path, ROOT)}")
+        print(
+            f"   {len(runs) - len(missing)} of {len(runs)} runs recorded in "
+            f"{os.path.relpath(path, ROOT)}"
+        )
         todo += [(path, run) for run in missing]
     if args.dry_run and not args.list:
         print("\n".join(run.command for _, run in todo))
     elif not args.list:
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: sys.exit(143))  # exit through execute(), which stops the run
+            # exit through execute(), which stops the run
+            signal.signal(number, lambda *_: sys.exit(143))
         run_all(todo)
 
 
@@ -326,7 +419,13 @@ def run_all(todo):
         with path.open("a") as file:
             file.write("".join(json.dumps(record) + "\n" for record in records))
         passed = time.monotonic() - begin
-        print(f"   recorded; {clock(passed)} passed, about {clock(passed * (total - done) / done)} left", flush=True)
+        print(
+            (
+                f"   recorded; {clock(passed)} passed, about "
+                f"{clock(passed * (total - done) / done)} left"
+            ),
+            flush=True,
+        )
     if failed:
         raise UserError(f"{len(failed)} of {len(todo)} runs failed, the first: {failed[0][1]}")
 
@@ -337,23 +436,35 @@ def execute(command):
     Raises:
         UserError: the command failed.
     """
-    RESULTS.mkdir(exist_ok=True)  # for the log: a machine on which srun runs the script may share only this folder
+    # for the log: a machine on which srun runs the script may share only this folder
+    RESULTS.mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix=".run-", dir=RESULTS) as folder,
         open(Path(folder, "errors"), "w+") as errors,
     ):
         log = Path(folder, "log.jsonl")
         words = shlex.split(command)
-        settings = [word for word in words if re.match(r"[A-Z_]+=", word)]  # they precede the program
+        # they precede the program
+        settings = [word for word in words if re.match(r"[A-Z_]+=", word)]
         env = os.environ | dict(word.split("=", 1) for word in settings)
-        programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+        programs = {
+            "python": [sys.executable],
+            "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        }
         arguments = [part for word in words[len(settings) :] for part in programs.get(word, [word])]
         begin, started = time.monotonic(), None
-        options = {"env": env, "stdout": subprocess.PIPE, "stderr": errors, "text": True, "start_new_session": True}
+        options = {
+            "env": env,
+            "stdout": subprocess.PIPE,
+            "stderr": errors,
+            "text": True,
+            "start_new_session": True,
+        }
         with subprocess.Popen([*arguments, "--log-file", str(log)], **options) as process:
             try:
                 for line in process.stdout:
-                    if line.startswith("global batch ="):  # part of the header, printed before the first training step
+                    # part of the header, printed before the first training step
+                    if line.startswith("global batch ="):
                         started = time.monotonic() - begin
                     if line.startswith("   == test"):
                         print(line, end="", flush=True)
@@ -366,7 +477,10 @@ def execute(command):
             last = messages[-1] if messages else "no error message"
             reason = next((line for line in messages if "error" in line.lower()), last)
             print(*messages[-20:], sep="\n", file=sys.stderr)
-            raise UserError(f"exit code {process.returncode}: {reason}; recorded runs are kept. The command: {command}")
+            raise UserError(
+                f"exit code {process.returncode}: {reason}; recorded runs are kept. The command: "
+                f"{command}"
+            )
         records = read(log)
     for record in records:
         record |= {"command": command, "launch_seconds": started and round(started, 2)}

@@ -4,9 +4,10 @@
     python tools/gpu.py --list     the parts of the plan, and which are done
     python tools/gpu.py sync peer  some parts, again
 
-A part takes eight minutes at most, and the plan about 40 minutes on one GPU. A part that has passed is not run again,
-so a plan that was stopped continues where it was. results/gpu/MACHINE.jsonl says which commands ran and how they ended.
-Speeds are recorded beside those of other machines, and make charts MACHINE=... draws them.
+A part takes eight minutes at most, and the plan about 40 minutes on one GPU. A part that has passed
+is not run again, so a plan that was stopped continues where it was. results/gpu/MACHINE.jsonl says
+which commands ran and how they ended. Speeds are recorded beside those of other machines, and make
+charts MACHINE=... draws them.
 """
 
 import json
@@ -33,8 +34,14 @@ from tools.experiments import Machine
 
 PART_SECONDS = 480
 LINES = 12  # of output to record, the last ones
-DUMMY = "06_imagenet.py --dummy 12800 --arch resnet18 --batch-size 256 --eval-every 0 --workers 0 --print-every 10"
-EXACT = "--arch resnet18 --image-size 64 --batch-size 64 --deterministic --ema 0.9 --workers 0 --eval-every 0"
+DUMMY = (
+    "06_imagenet.py --dummy 12800 --arch resnet18 --batch-size 256 --eval-every 0 --workers 0 "
+    "--print-every 10"
+)
+EXACT = (
+    "--arch resnet18 --image-size 64 --batch-size 64 --deterministic --ema 0.9 --workers 0 "
+    "--eval-every 0"
+)
 BF16 = "--batch-size 256 --amp bf16 --channels-last --image-size 224 --repeats 3"
 
 
@@ -44,7 +51,8 @@ class Part(NamedTuple):
     name: str
     minutes: int  # that it takes, about
     what: str
-    commands: list  # of strings; {tmp} is an empty folder, {train} and the like are files for records
+    # of strings; {tmp} is an empty folder, {train} and the like are files for records
+    commands: list
 
 
 def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
@@ -56,7 +64,10 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
     """
     n = min(machine.devices, 8)
     torchrun = f"torchrun --nproc-per-node={n}"
-    one_task = "SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1"
+    one_task = (
+        "SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 "
+        "SLURM_STEP_NUM_TASKS=1"
+    )
     one_task += " SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NODELIST=localhost"
     one_task += " CUDA_VISIBLE_DEVICES=0"
     quick = "--limit 16000 --epochs 2"
@@ -64,15 +75,27 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
         Part("tests", 4, "the tests that need a GPU", [
             "python -m pytest -q -m gpu", "python -m pytest -q tests/test_gpus.py",
         ]),
-        Part("sync", 2, "which lines of 06 wait for the GPU, plain, with averaged weights, with fp16", [
-            f"python tools/lab/sync_warnings.py {DUMMY} --epochs 1 --checkpoints-path {{tmp}}/{k} {flags}"
+        Part("sync", 2, (
+            "which lines of 06 wait for the GPU, plain, with averaged weights, with fp16"
+        ), [
+            (
+                f"python tools/lab/sync_warnings.py {DUMMY} --epochs 1 --checkpoints-path "
+                f"{{tmp}}/{k} {flags}"
+            )
             for k, flags in enumerate(("", "--ema 0.9", "--amp fp16"))
         ]),
         Part("resume", 4, "a killed run that is resumed has the bits of one that was not killed", [
-            f"python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2 --checkpoints-path {{tmp}}/whole",
-            f"! timeout -s KILL 20 python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2 --checkpoint-every 5 "
+            (
+                f"python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2 --checkpoints-path "
+                f"{{tmp}}/whole"
+            ),
+            f"! timeout -s KILL 20 python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2 "
+            "--checkpoint-every 5 "
             "--checkpoints-path {tmp}/killed",
-            f"python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2 --resume --checkpoints-path {{tmp}}/killed",
+            (
+                f"python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2 --resume "
+                f"--checkpoints-path {{tmp}}/killed"
+            ),
             "python tools/lab/same_bits.py {tmp}/whole {tmp}/killed",
         ]),
         Part("fp16", 1, "a run without mixed precision that continues as fp16", [
@@ -80,41 +103,68 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
             f"python {DUMMY} --epochs 2 --checkpoints-path {{tmp}} --resume --amp fp16",
         ]),
         Part("resnet50", 4, "06 beside the bare training step: ResNet-50", [
-            f"python tools/bench/train.py --arch resnet50 --steps 150 {BF16} --data-dir none --log-file {{train}}",
+            (
+                f"python tools/bench/train.py --arch resnet50 --steps 150 {BF16} --data-dir none "
+                f"--log-file {{train}}"
+            ),
         ]),
         Part("peer", 3, "a plain training loop, for images per second beside those of 06", [
-            "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 --log-file {peer}",
-            "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 --amp bf16 --log-file {peer}",
+            (
+                "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 "
+                "--log-file {peer}"
+            ),
+            (
+                "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 --amp "
+                "bf16 --log-file {peer}"
+            ),
         ]),
         Part("resnet18", 3, "06 beside the bare training step: ResNet-18", [
-            f"python tools/bench/train.py --arch resnet18 --steps 400 {BF16} --data-dir none --log-file {{train}}",
+            (
+                f"python tools/bench/train.py --arch resnet18 --steps 400 {BF16} --data-dir none "
+                f"--log-file {{train}}"
+            ),
         ]),
         Part("compile", 5, "the same with --compile: ResNet-50", [
-            f"python tools/bench/train.py --arch resnet50 --steps 150 {BF16} --compile --data-dir none "
+            f"python tools/bench/train.py --arch resnet50 --steps 150 {BF16} --compile --data-dir "
+            "none "
             "--log-file {train}",
         ]),
         Part("rungs", 4, "01 to 05, with as many processes as GPUs", [
             f"python 01_snsc.py {quick}", f"python 02_snmc_dp.py {quick}",
             f"{torchrun} 03_mnmc_ddp_launch.py {quick} --sync-bn",
-            f"python 04_mnmc_ddp_mp.py {quick}", f"env {one_task} python 05_mnmc_ddp_slurm.py {quick}",
+            f"python 04_mnmc_ddp_mp.py {quick}", (
+                f"env {one_task} python 05_mnmc_ddp_slurm.py {quick}"
+            ),
         ]),
         Part("preflight", 1, "preflight on this machine", [f"{torchrun} launch/preflight.py"]),
         Part("speed", 8, "images per second of 01 to 05", [
-            f"python tools/experiments.py speed --repeats 2 --processes {' '.join(map(str, sorted({1, n})))}",
+            (
+                "python tools/experiments.py speed --repeats 2 --processes "
+                f"{' '.join(map(str, sorted({1, n})))}"
+            ),
         ]),
     ]  # fmt: skip
     if has_data("data/cifar10"):
-        command = "python tools/bench/input.py --dataset folder --data-dir data/cifar10 --limit 50000 --epochs 10 "
+        command = (
+            "python tools/bench/input.py --dataset folder --data-dir data/cifar10 --limit 50000 "
+            "--epochs 10 "
+        )
         command += "--repeats 3 --log-file {input}"
-        parts.insert(5, Part("input", 6, "the input of 01 beside a classic loop and its limit", [command]))
+        parts.insert(
+            5, Part("input", 6, "the input of 01 beside a classic loop and its limit", [command])
+        )
     if has_data("data/imagenet-mini"):
         command = (
-            "python tools/bench/train.py --arch resnet18 --batch-size 128 --amp bf16 --channels-last --image-size 224"
+            "python tools/bench/train.py --arch resnet18 --batch-size 128 --amp bf16 "
+            "--channels-last --image-size 224"
         )
         command += (
-            f" --workers {max(1, (os.cpu_count() or 1) // n - 2)} --data-dir data/imagenet-mini --log-file {{train}}"
+            f" --workers {max(1, (os.cpu_count() or 1) // n - 2)} --data-dir data/imagenet-mini "
+            f"--log-file {{train}}"
         )
-        parts.insert(7, Part("loaders", 4, "06 on photographs beside the bare training step", [command]))
+        parts.insert(
+            7, Part("loaders", 4, "06 on photographs beside the bare training step", [command])
+        )
     if n > 1:
         parts.insert(4, Part("ddp", 5, "what DistributedDataParallel costs", [
             f"python tools/bench/ddp.py --batch-size 256 --launches {n} --log-file {{ddp}}"
@@ -124,10 +174,14 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
 
 def run(part, machine):
     """Run the commands of a part, until one fails. Return a record of how it ended."""
-    logs = {name: ROOT / f"results/{name}/{machine.name}.jsonl" for name in ("train", "input", "ddp", "peer")}
+    logs = {
+        name: ROOT / f"results/{name}/{machine.name}.jsonl"
+        for name in ("train", "input", "ddp", "peer")
+    }
     start, ended = time.time(), []
     with tempfile.TemporaryDirectory() as folder:
-        for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run ")):  # those of this Python
+        # those of this Python
+        for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run ")):
             program = Path(folder, name)
             program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module}"$@"\n')
             program.chmod(0o755)
@@ -138,7 +192,11 @@ def run(part, machine):
             ended.append({"command": command, "code": code, "output": output})
             if code:
                 break
-    record = {"part": part.name, "passed": not ended[-1]["code"], "seconds": round(time.time() - start, 1)}
+    record = {
+        "part": part.name,
+        "passed": not ended[-1]["code"],
+        "seconds": round(time.time() - start, 1),
+    }
     return record | {"ended": ended} | environment(pick_device())
 
 
@@ -166,13 +224,20 @@ def passed(path):
     """Return the names of the parts that have passed."""
     if not path.exists():
         return set()
-    return {record["part"] for record in map(json.loads, path.read_text().splitlines()) if record["passed"]}
+    return {
+        record["part"]
+        for record in map(json.loads, path.read_text().splitlines())
+        if record["passed"]
+    }
 
 
 def parse_args():
     parser = Parser(__doc__)
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help="parts to run again; all that are not done if none is named"
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help="parts to run again; all that are not done if none is named",
     )
     parser.add_argument("--list", action="store_true", help="list the parts; run nothing")
     return parser.parse_args()
@@ -181,7 +246,8 @@ def parse_args():
 def main(args):
     if not torch.cuda.is_available():
         raise UserError(
-            "found no NVIDIA GPU that torch can use: expected one or more, and a torch built for CUDA; see nvidia-smi, "
+            "found no NVIDIA GPU that torch can use: expected one or more, and a torch built for "
+            "CUDA; see nvidia-smi, "
             "or name another Python: PYTHON=/path/to/python make gpu"
         )
     machine = Machine.here()
@@ -189,12 +255,17 @@ def main(args):
     parts = plan(machine)
     names = [part.name for part in parts]
     if unknown := [name for name in args.parts if name not in names]:
-        raise UserError(f"no part {unknown[0]!r} on this machine: expected one or more of {', '.join(names)}")
+        raise UserError(
+            f"no part {unknown[0]!r} on this machine: expected one or more of {', '.join(names)}"
+        )
     done = passed(path)
     if args.list:
         print(f"{machine.name}: {sum(part.minutes for part in parts)} minutes in all")
         for part in parts:
-            print(f"{'done' if part.name in done else '':5} {part.name:10} {part.minutes} min  {part.what}")
+            print(
+                f"{'done' if part.name in done else '':5} {part.name:10} {part.minutes} min  "
+                f"{part.what}"
+            )
         return
     failed = []
     for part in parts:
@@ -204,13 +275,21 @@ def main(args):
             with open(path, "a") as file:
                 file.write(json.dumps(record) + "\n")
             print(
-                f"\n== {part.name}: {'passed' if record['passed'] else 'FAILED'} after {record['seconds']:.0f} s",
+                (
+                    f"\n== {part.name}: {'passed' if record['passed'] else 'FAILED'} after "
+                    f"{record['seconds']:.0f} s"
+                ),
                 flush=True,
             )
             failed += [part.name] * (not record["passed"])
-    print(f"\nrecorded in results/gpu/{machine.name}.jsonl; to draw: make charts MACHINE={machine.name}")
+    print(
+        f"\nrecorded in results/gpu/{machine.name}.jsonl; to draw: make charts "
+        f"MACHINE={machine.name}"
+    )
     if failed:
-        raise UserError(f"failed: {', '.join(failed)}; run again: python tools/gpu.py {' '.join(failed)}")
+        raise UserError(
+            f"failed: {', '.join(failed)}; run again: python tools/gpu.py {' '.join(failed)}"
+        )
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
     python tools/prepare_imagenet.py ARCHIVES data/imagenet                     # ImageNet's three official files
     python tools/prepare_imagenet.py flowers data/flowers --val-share 0.1       # a folder with one folder per class
-    python tools/prepare_imagenet.py data/imagenet data/small --short-side 256  # train/ and val/ made before
+    python tools/prepare_imagenet.py data/imagenet data/small --short-side 256  # train/ and val/
+    made before
 
-The result is TARGET/train/CLASS/*.jpg and TARGET/val/CLASS/*.jpg. ARCHIVES is a folder with ILSVRC2012_img_train.tar,
-ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz. The split depends only on the names of the files, so it is the
-same everywhere and new files do not move old ones. With --short-side an image is decoded, resized and saved as JPEG
-once, instead of being decoded at full size in each epoch. Files are written completely or not at all, and none is
-overwritten: after an interruption, the same command continues. Damaged images are named and left out.
+The result is TARGET/train/CLASS/*.jpg and TARGET/val/CLASS/*.jpg. ARCHIVES is a folder with
+ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz. The split depends
+only on the names of the files, so it is the same everywhere and new files do not move old ones.
+With --short-side an image is decoded, resized and saved as JPEG once, instead of being decoded at
+full size in each epoch. Files are written completely or not at all, and none is overwritten: after
+an interruption, the same command continues. Damaged images are named and left out.
 """
 
 import concurrent.futures
@@ -38,7 +40,8 @@ from common.flags import Parser, number, whole_number
 TRAIN_TAR, VAL_TAR, DEVKIT = (ARCHIVE_META[part][0] for part in ("train", "val", "devkit"))
 SETTINGS = "prepared.json"  # in TARGET: with which flags it was made
 SAMPLE = 32  # images that are prepared to estimate the space for all
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what a damaged image raises
+# what a damaged image raises
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 CHUNK = 256  # images per task of a process
 
 
@@ -54,7 +57,11 @@ class Item(NamedTuple):
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="ImageNet's archives, class folders, or train/ and val/ with class folders")
+    add(
+        "source",
+        metavar="SOURCE",
+        help="ImageNet's archives, class folders, or train/ and val/ with class folders",
+    )
     add("target", metavar="TARGET", help="folder for train/ and val/; continued if it exists")
     add(
         "--val-share",
@@ -62,16 +69,35 @@ def parse_args():
         metavar="X",
         help="share of each class for val/, if SOURCE has none",
     )
-    add("--short-side", type=whole_number(16), metavar="N", help="resize larger images to N pixels on the short side")
-    add("--quality", type=whole_number(1, 100), default=90, metavar="N", help="JPEG quality of resized images")
-    add("--workers", type=whole_number(1), default=cores_per_process(1), metavar="N", help="number of processes")
+    add(
+        "--short-side",
+        type=whole_number(16),
+        metavar="N",
+        help="resize larger images to N pixels on the short side",
+    )
+    add(
+        "--quality",
+        type=whole_number(1, 100),
+        default=90,
+        metavar="N",
+        help="JPEG quality of resized images",
+    )
+    add(
+        "--workers",
+        type=whole_number(1),
+        default=cores_per_process(1),
+        metavar="N",
+        help="number of processes",
+    )
     return parser.parse_args()
 
 
 def main(args):
     source, target = Path(args.source), Path(args.target)
     if not source.is_dir():
-        raise UserError(f"{source} is not a folder: expected ImageNet's archives, or folders of images")
+        raise UserError(
+            f"{source} is not a folder: expected ImageNet's archives, or folders of images"
+        )
     if target.resolve().is_relative_to(source.resolve()):
         raise UserError(f"{target} is inside {source}: expected another place")
     items = find_items(source, args.val_share)
@@ -86,13 +112,19 @@ def main(args):
     check_space(todo, target, args)
     (target / SETTINGS).write_text(json.dumps(settings) + "\n")
     damaged = 0
-    print(f"{len(items)} images, {len(items) - len(todo)} of them done before | {args.workers} processes")
+    print(
+        f"{len(items)} images, {len(items) - len(todo)} of them done before | {args.workers} "
+        "processes"
+    )
     with (
         concurrent.futures.ProcessPoolExecutor(args.workers) as pool,
         tqdm(total=len(todo), unit="img", disable=None) as bar,
     ):
         chunks = [todo[k : k + CHUNK] for k in range(0, len(todo), CHUNK)]
-        futures = [pool.submit(prepare_chunk, chunk, target, args.short_side, args.quality) for chunk in chunks]
+        futures = [
+            pool.submit(prepare_chunk, chunk, target, args.short_side, args.quality)
+            for chunk in chunks
+        ]
         try:
             for future in concurrent.futures.as_completed(futures):
                 done, messages = future.result()
@@ -103,10 +135,19 @@ def main(args):
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    splits = {split: sum(item.target.startswith(f"{split}/") for item in items) for split in ("train", "val")}
-    print(f"{target}: {splits['train']} training and {splits['val']} validation images, less {damaged} damaged ones")
+    splits = {
+        split: sum(item.target.startswith(f"{split}/") for item in items)
+        for split in ("train", "val")
+    }
+    print(
+        f"{target}: {splits['train']} training and {splits['val']} validation images, less "
+        f"{damaged} damaged ones"
+    )
     if damaged and damaged == len(todo):
-        raise UserError(f"none of {damaged} images can be read: expected JPEG, PNG or other images; {SETTINGS} stays")
+        raise UserError(
+            f"none of {damaged} images can be read: expected JPEG, PNG or other images; {SETTINGS} "
+            "stays"
+        )
     print(f"next: python 06_imagenet.py {target} @recipes/resnet18.args")
 
 
@@ -118,18 +159,28 @@ def find_items(source, val_share):
     """
     if (source / TRAIN_TAR).exists() or (source / VAL_TAR).exists():
         if val_share:
-            raise UserError(f"--val-share: {source} has validation images of its own; leave the flag out")
+            raise UserError(
+                f"--val-share: {source} has validation images of its own; leave the flag out"
+            )
         return find_in_archives(source)
     if (source / "train").is_dir():
         if not (source / "val").is_dir():
-            raise UserError(f"{source} has train/ and no val/: expected both, or one folder per class with --val-share")
+            raise UserError(
+                f"{source} has train/ and no val/: expected both, or one folder per class with "
+                "--val-share"
+            )
         if val_share:
             raise UserError(f"--val-share: {source} has val/ already; leave the flag out")
         return [item._replace(target=f"{split}/{item.target}") for split in ("train", "val")
                 for items in class_items(source / split).values() for item in items]  # fmt: skip
     if val_share is None:
-        raise UserError(f"{source} has neither train/ nor {TRAIN_TAR}; to split class folders, add --val-share 0.1")
-    return [item for items in class_items(source).values() for item in split_class(items, val_share)]
+        raise UserError(
+            f"{source} has neither train/ nor {TRAIN_TAR}; to split class folders, add --val-share "
+            "0.1"
+        )
+    return [
+        item for items in class_items(source).values() for item in split_class(items, val_share)
+    ]
 
 
 def jpeg_name(name):
@@ -151,12 +202,19 @@ def class_items(folder):
     """Return {class: its images}; the targets are CLASS/NAME."""
     classes = {}
     for path in sorted(p for p in folder.iterdir() if p.is_dir()):
-        images = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS and p.is_file())
+        images = sorted(
+            p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS and p.is_file()
+        )
         if not images:
-            raise UserError(f"{path} has no images ({', '.join(IMG_EXTENSIONS)}): put some there or delete the folder")
+            raise UserError(
+                f"{path} has no images ({', '.join(IMG_EXTENSIONS)}): put some there or delete the "
+                "folder"
+            )
         names = ["_".join(p.relative_to(path).parts) for p in images]
         pairs = zip(images, names, strict=True)
-        classes[path.name] = [Item(str(p), None, p.stat().st_size, f"{path.name}/{name}") for p, name in pairs]
+        classes[path.name] = [
+            Item(str(p), None, p.stat().st_size, f"{path.name}/{name}") for p, name in pairs
+        ]
     if len(classes) < 2:
         raise UserError(f"{folder} has {len(classes)} class folder(s): expected two or more")
     return classes
@@ -166,12 +224,16 @@ def split_class(items, share):
     """Split the images of a class into val/ and train/ by a hash of their names, with at least one image in each."""
     if len(items) < 2:
         raise UserError(
-            f"{items[0].file} is the only image of its class: expected one for training and one for validation"
+            f"{items[0].file} is the only image of its class: expected one for training and one "
+            "for validation"
         )
     ordered = sorted(items, key=lambda item: (zlib.crc32(item.target.encode()), item.target))
     count = sum(zlib.crc32(item.target.encode()) < share * 2**32 for item in items)
     count = min(max(count, 1), len(items) - 1)
-    return [item._replace(target=f"{'val' if k < count else 'train'}/{item.target}") for k, item in enumerate(ordered)]
+    return [
+        item._replace(target=f"{'val' if k < count else 'train'}/{item.target}")
+        for k, item in enumerate(ordered)
+    ]
 
 
 def keep_in_place(item, target):
@@ -185,7 +247,9 @@ def find_in_archives(source):
     """Return the images in ImageNet's archives: where each begins, without extracting anything."""
     for name in (TRAIN_TAR, VAL_TAR, DEVKIT):
         if not (source / name).exists():
-            raise UserError(f"{source} has no {name}: expected ImageNet's {TRAIN_TAR}, {VAL_TAR} and {DEVKIT}")
+            raise UserError(
+                f"{source} has no {name}: expected ImageNet's {TRAIN_TAR}, {VAL_TAR} and {DEVKIT}"
+            )
     items = []
     try:
         with tarfile.open(source / TRAIN_TAR) as outer:  # an archive for each class
@@ -194,17 +258,32 @@ def find_in_archives(source):
                 with tarfile.open(fileobj=outer.extractfile(member)) as inner:
                     for image in inner:
                         begin = member.offset_data + image.offset_data
-                        items.append(Item(str(source / TRAIN_TAR), begin, image.size, f"train/{label}/{image.name}"))
+                        items.append(
+                            Item(
+                                str(source / TRAIN_TAR),
+                                begin,
+                                image.size,
+                                f"train/{label}/{image.name}",
+                            )
+                        )
         with tarfile.open(source / VAL_TAR) as archive:
-            images = sorted((image for image in archive if image.isfile()), key=lambda image: image.name)
+            images = sorted(
+                (image for image in archive if image.isfile()), key=lambda image: image.name
+            )
     except tarfile.TarError as error:
-        raise UserError(f"{source}: an archive is damaged or not complete ({error}); download it again") from None
+        raise UserError(
+            f"{source}: an archive is damaged or not complete ({error}); download it again"
+        ) from None
     labels = validation_labels(source)
     if len(labels) != len(images):
-        raise UserError(f"{source / VAL_TAR} has {len(images)} images, and {DEVKIT} labels for {len(labels)}")
+        raise UserError(
+            f"{source / VAL_TAR} has {len(images)} images, and {DEVKIT} labels for {len(labels)}"
+        )
     for image, label in zip(images, labels, strict=True):
         name = Path(image.name).name
-        items.append(Item(str(source / VAL_TAR), image.offset_data, image.size, f"val/{label}/{name}"))
+        items.append(
+            Item(str(source / VAL_TAR), image.offset_data, image.size, f"val/{label}/{name}")
+        )
     return items
 
 
@@ -215,7 +294,9 @@ def validation_labels(source):
         try:
             parse_devkit_archive(folder)
         except ImportError:
-            raise UserError(f"torchvision reads {DEVKIT} with scipy, which is missing; pip install scipy") from None
+            raise UserError(
+                f"torchvision reads {DEVKIT} with scipy, which is missing; pip install scipy"
+            ) from None
         except (RuntimeError, OSError, tarfile.TarError) as error:
             raise UserError(f"{source / DEVKIT}: {one_line(error)}; download it again") from None
         return load_meta_file(folder)[1]
@@ -229,9 +310,13 @@ def check_settings(args, target):
     if file.exists() and (before := json.loads(file.read_text())) != flags:
         changed = next(name for name in flags if before.get(name) != flags[name])
         found = f"{target} was made with {changed} {before.get(changed)}, not {flags[changed]}"
-        raise UserError(f"{found}: expected the same flags; continue with those, or name another TARGET")
+        raise UserError(
+            f"{found}: expected the same flags; continue with those, or name another TARGET"
+        )
     if not file.exists() and target.is_dir() and any(target.iterdir()):
-        raise UserError(f"{target} is not empty and was not made by this command: name another TARGET")
+        raise UserError(
+            f"{target} is not empty and was not made by this command: name another TARGET"
+        )
     return flags
 
 
@@ -243,12 +328,18 @@ def check_space(todo, target, args):
         for item in todo[:: max(1, len(todo) // SAMPLE)]:
             with contextlib.suppress(*UNREADABLE):
                 data = read(item)
-                before, after = before + len(data), after + len(shrink(data, args.short_side, args.quality))
+                before, after = (
+                    before + len(data),
+                    after + len(shrink(data, args.short_side, args.quality)),
+                )
         needed = needed * after / before if before else needed
     free = shutil.disk_usage(target).free
     if needed > 0.95 * free:
         found = f"{target}: about {needed / 2**30:.1f} GiB to write, {free / 2**30:.1f} GiB free"
-        raise UserError(f"{found}: expected enough space; free some, or make the images smaller with --short-side")
+        raise UserError(
+            f"{found}: expected enough space; free some, or make the images smaller with "
+            "--short-side"
+        )
 
 
 def prepare_chunk(items, target, short_side, quality):
@@ -280,7 +371,8 @@ def shrink(data, short_side, quality):
     """Return the bytes of an image: as they are, or as a JPEG whose short side is at most `short_side` pixels.
 
     Raises:
-        OSError, SyntaxError, ValueError, DecompressionBombError: it cannot be decoded. See UNREADABLE.
+        OSError, SyntaxError, ValueError, DecompressionBombError: it cannot be decoded. See
+            UNREADABLE.
     """
     with Image.open(io.BytesIO(data)) as image:
         image.load()  # all of it, to find damage
@@ -290,7 +382,9 @@ def shrink(data, short_side, quality):
         scale = 1 if is_small else short_side / min(image.size)
         size = [round(side * scale) for side in image.size]
         result = io.BytesIO()
-        image.convert("RGB").resize(size, Image.Resampling.BICUBIC).save(result, "JPEG", quality=quality)
+        image.convert("RGB").resize(size, Image.Resampling.BICUBIC).save(
+            result, "JPEG", quality=quality
+        )
         return result.getvalue()
 
 

@@ -12,7 +12,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 
 # The columns that every record has.
-ENVIRONMENT = {"device": str, "device_name": str, "cores": int, "torch": str, "torchvision": str, "started": str}
+ENVIRONMENT = {
+    "device": str,
+    "device_name": str,
+    "cores": int,
+    "torch": str,
+    "torchvision": str,
+    "started": str,
+}
 ENVIRONMENT |= {"command": str}
 
 
@@ -49,7 +56,9 @@ def read(path):
         try:
             records.append(dict(json.loads(line)))
         except (ValueError, TypeError):
-            raise RecordError(f"{path}, line {k}: {line[:40]!r} given, expected a record as JSON: remove it") from None
+            raise RecordError(
+                f"{path}, line {k}: {line[:40]!r} given, expected a record as JSON: remove it"
+            ) from None
     return records
 
 
@@ -72,17 +81,31 @@ def load(name, machine, columns, only=None, results=None):
     record_some = f"record some: python tools/experiments.py {name} --machine {machine}"
     if not path.exists():
         others = [p.stem for p in files(name, results)]
-        choice = f", expected one of {', '.join(others)} (make charts MACHINE={others[0]})" if others else ""
+        choice = (
+            f", expected one of {', '.join(others)} (make charts MACHINE={others[0]})"
+            if others
+            else ""
+        )
         raise RecordError(f"no {path}{choice}; {record_some}")
-    selected = {k: record for k, record in enumerate(read(path), start=1) if where(record, **only or {})}
+    selected = {
+        k: record for k, record in enumerate(read(path), start=1) if where(record, **only or {})
+    }
     if not selected:
-        raise RecordError(f"{path} holds no such records{f' ({only})' if only else ''}; {record_some}")
+        raise RecordError(
+            f"{path} holds no such records{f' ({only})' if only else ''}; {record_some}"
+        )
     for k, record in selected.items():
         for column, kind in (ENVIRONMENT | columns).items():
             if column not in record:
-                raise RecordError(f"{path}, line {k}: no column {column!r}, but {', '.join(record)}; {record_some}")
+                raise RecordError(
+                    f"{path}, line {k}: no column {column!r}, but {', '.join(record)}; "
+                    f"{record_some}"
+                )
             if not fits(value := record[column], kind):
-                raise RecordError(f"{path}, line {k}: {column} is {value!r}, expected a value of type {kind.__name__}")
+                raise RecordError(
+                    f"{path}, line {k}: {column} is {value!r}, expected a value of type "
+                    f"{kind.__name__}"
+                )
     return list(selected.values())
 
 
@@ -101,7 +124,10 @@ def published():
 
 def where(record, **settings):
     """Return whether a record has these settings. A tuple matches any of its values."""
-    return all(record.get(k) in v if isinstance(v, tuple) else record.get(k) == v for k, v in settings.items())
+    return all(
+        record.get(k) in v if isinstance(v, tuple) else record.get(k) == v
+        for k, v in settings.items()
+    )
 
 
 def select(lines, **settings):
@@ -121,7 +147,10 @@ def group(lines, *columns):
 def hardware(record):
     """Return a description of the hardware and the versions that a record was measured with."""
     cores = f", {record['cores']} cores" if record["device"] == "cpu" else ""
-    return f"{record['device_name']}{cores}, torch {record['torch']}, torchvision {record['torchvision']}"
+    return (
+        f"{record['device_name']}{cores}, torch {record['torch']}, torchvision "
+        f"{record['torchvision']}"
+    )
 
 
 def spread(values, form):

@@ -3,7 +3,8 @@
     python tools/steps.py       one line per script; exits with 1 if a script breaks a rule
     python tools/steps.py 03    the diff between 03 and its parent
 
-A step is small, changes only the sections listed below, and leaves the other sections identical to the byte.
+A step is small, changes only the sections listed below, and leaves the other sections identical to
+the byte.
 """
 
 import difflib
@@ -36,7 +37,9 @@ STEPS = {  # 01 and 06 have no parent
     "03_mnmc_ddp_launch.py": Step(
         "01_snsc.py", 35, 13, ("docstring", "imports", "0", "1", "2", "3", "4", "5", "start")
     ),
-    "04_mnmc_ddp_mp.py": Step("03_mnmc_ddp_launch.py", 16, 15, ("docstring", "imports", "main", "0", "start")),
+    "04_mnmc_ddp_mp.py": Step(
+        "03_mnmc_ddp_launch.py", 16, 15, ("docstring", "imports", "main", "0", "start")
+    ),
     "05_mnmc_ddp_slurm.py": Step("03_mnmc_ddp_launch.py", 14, 11, ("docstring", "imports", "0")),
 }
 
@@ -82,7 +85,10 @@ def diff(script):
 
 def section_diff(script, names):
     """Return the lines of the diff between some sections of a script and of its parent, with all lines in common."""
-    old, new = ([line for name in names for line in sections(s)[name]] for s in (STEPS[script].parent, script))
+    old, new = (
+        [line for name in names for line in sections(s)[name]]
+        for s in (STEPS[script].parent, script)
+    )
     return list(difflib.unified_diff(old, new, n=len(old), lineterm=""))[3:]
 
 
@@ -102,14 +108,20 @@ def problems(script):
     lines, messages = read(script), []
     if len(lines) > MAX_LINES[script]:
         messages.append(f"{script}: {len(lines)} lines, expected {MAX_LINES[script]} at most")
-    if long := [str(number) for number, line in enumerate(lines, start=1) if len(line) > MAX_COLUMNS]:
+    if long := [
+        str(number) for number, line in enumerate(lines, start=1) if len(line) > MAX_COLUMNS
+    ]:
         messages.append(f"{script}: more than {MAX_COLUMNS} columns in line {', '.join(long)}")
     if step := STEPS.get(script):
-        for count, limit, what in zip(size(script), (step.added, step.removed), ("added", "removed"), strict=True):
+        for count, limit, what in zip(
+            size(script), (step.added, step.removed), ("added", "removed"), strict=True
+        ):
             if count > limit:
                 messages.append(f"{script}: {count} lines {what}, expected {limit} at most")
         if changed(script) != step.sections:
-            messages.append(f"{script}: changes the sections {changed(script)}, expected {step.sections}")
+            messages.append(
+                f"{script}: changes the sections {changed(script)}, expected {step.sections}"
+            )
     return messages
 
 
@@ -117,7 +129,10 @@ def main():
     if len(sys.argv) > 1:
         scripts = [script for script in STEPS if script.startswith(sys.argv[1][:2])]
         if not scripts:
-            sys.exit(f"steps.py: error: {sys.argv[1]}: expected one of {', '.join(script[:2] for script in STEPS)}")
+            sys.exit(
+                f"steps.py: error: {sys.argv[1]}: expected one of "
+                f"{', '.join(script[:2] for script in STEPS)}"
+            )
         print("\n".join(diff(scripts[0])))
         return
     messages = []
@@ -126,7 +141,10 @@ def main():
         try:
             if step := STEPS.get(script):
                 added, removed = size(script)
-                line += f" <- {step.parent[:2]}: +{added} -{removed}; changes {', '.join(changed(script))}"
+                line += (
+                    f" <- {step.parent[:2]}: +{added} -{removed}; changes "
+                    f"{', '.join(changed(script))}"
+                )
             messages += problems(script)
         except ValueError as error:
             messages.append(str(error))

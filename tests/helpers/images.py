@@ -24,9 +24,13 @@ def write_mnist(folder, n):
     folder.mkdir(parents=True)
     for split in ("train", "t10k"):
         pixels = np.arange(n * 784, dtype=np.uint32).astype(np.uint8)
-        (folder / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, n, 28, 28) + pixels.tobytes())
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(
+            struct.pack(">4I", 2051, n, 28, 28) + pixels.tobytes()
+        )
         labels = (np.arange(n) % 10).astype(np.uint8)
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 2049, n) + labels.tobytes())
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">2I", 2049, n) + labels.tobytes()
+        )
 
 
 def cut_off(path):

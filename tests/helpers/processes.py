@@ -42,7 +42,11 @@ def without_gloo(text):
 
     Two ranks mix the words of these lines where Python writes unbuffered, as torchrun starts it.
     """
-    return re.sub(r"^(.*peer ranks.*|.*\[Gloo\].*|\d*)\n", "", text, flags=re.M) if "[Gloo]" in text else text
+    return (
+        re.sub(r"^(.*peer ranks.*|.*\[Gloo\].*|\d*)\n", "", text, flags=re.M)
+        if "[Gloo]" in text
+        else text
+    )
 
 
 def finished(process, timeout=300):

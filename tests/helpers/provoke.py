@@ -85,7 +85,8 @@ def two_ranks():
             dist.monitored_barrier(group=group, timeout=SHORT, wait_all_ranks=True)
 
     level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # like TORCH_DISTRIBUTED_DEBUG=DETAIL, but for one group
+    # like TORCH_DISTRIBUTED_DEBUG=DETAIL, but for one group
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
     group = dist.new_group()
     dist.set_debug_level(level)
     with mistake_of_ranks("rank 0 alone evaluates"):
@@ -163,13 +164,20 @@ def launchers():
         torchrun("torch.distributed.launch", "arguments.py", one, main=launch.main)
 
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        rdzv = [one, "--rdzv-backend=c10d", "--rdzv-id=RUN42", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
+        rdzv = [
+            one,
+            "--rdzv-backend=c10d",
+            "--rdzv-id=RUN42",
+            f"--rdzv-endpoint=127.0.0.1:{store.port}",
+        ]
         settings = "--rdzv-conf=is_host=0,last_call_timeout=1"
         torchrun("a job that ends", "work.py", *rdzv, settings)
         torchrun("the same job again", "work.py", *rdzv, settings)
 
         no_store = [one, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:1"]
-        torchrun("nobody keeps the store", "work.py", *no_store, "--rdzv-conf=is_host=0,read_timeout=1")
+        torchrun(
+            "nobody keeps the store", "work.py", *no_store, "--rdzv-conf=is_host=0,read_timeout=1"
+        )
 
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.cuda.init()
@@ -187,7 +195,9 @@ def init_cuda(_):
 def join(host, rank):
     with mistake("joining"):
         url = f"tcp://{host}:29500"
-        dist.init_process_group("gloo", init_method=url, rank=int(rank), world_size=2, timeout=SHORT)
+        dist.init_process_group(
+            "gloo", init_method=url, rank=int(rank), world_size=2, timeout=SHORT
+        )
 
 
 # A small /dev/shm
@@ -203,7 +213,8 @@ class Images(Dataset):
 
 class MappedImages(Images):
     def __getitem__(self, index):
-        memory = shared_memory.SharedMemory("provoked", create=True, size=2**24)  # creating it succeeds, writing fails
+        # creating it succeeds, writing fails
+        memory = shared_memory.SharedMemory("provoked", create=True, size=2**24)
         memory.buf[:] = bytes(2**24)
         return 1
 
@@ -211,7 +222,8 @@ class MappedImages(Images):
 def small_shared_memory():
     with mistake("memory that is there on paper"):
         list(DataLoader(MappedImages(), batch_size=4, num_workers=1))
-    Path("/dev/shm/provoked").unlink(missing_ok=True)  # Python's resource tracker may have deleted it already
+    # Python's resource tracker may have deleted it already
+    Path("/dev/shm/provoked").unlink(missing_ok=True)
     with mistake("memory that is not there"):
         list(DataLoader(Images(), batch_size=4, num_workers=1))
 

@@ -1,7 +1,8 @@
 """Start the ranks of a script quickly: fork them from a process that has already imported torch.
 
-The ranks are real processes that join a real process group, and they can be killed. Each rank of 06 logs its training
-as JSON lines: one per micro-batch, with its epoch, training step, learning rate and targets.
+The ranks are real processes that join a real process group, and they can be killed. Each rank of 06
+logs its training as JSON lines: one per micro-batch, with its epoch, training step, learning rate
+and targets.
 """
 
 import json
@@ -18,10 +19,25 @@ from common.distributed import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 # The modules that a rank imports, except modules that install signal handlers on import.
-PRELOAD = ["torch", "torchvision", "torch.distributed.nn", "torch.nn.parallel", "torch.optim.swa_utils"]
-PRELOAD += ["torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torchvision.transforms.v2"]
+PRELOAD = [
+    "torch",
+    "torchvision",
+    "torch.distributed.nn",
+    "torch.nn.parallel",
+    "torch.optim.swa_utils",
+]
+PRELOAD += [
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torchvision.transforms.v2",
+]
 PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.flags"]
-PRELOAD += ["imagenet.data", "imagenet.elastic", "imagenet.model", "imagenet.progress", "imagenet.resume"]
+PRELOAD += [
+    "imagenet.data",
+    "imagenet.elastic",
+    "imagenet.model",
+    "imagenet.progress",
+    "imagenet.resume",
+]
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
@@ -41,14 +57,29 @@ class Ranks:
         script: path of the script, inside or outside the repository.
     """
 
-    def __init__(self, folder, world_size, flags, kill=None, nodes=1, env=None, prepare=None, script="06_imagenet.py"):
+    def __init__(
+        self,
+        folder,
+        world_size,
+        flags,
+        kill=None,
+        nodes=1,
+        env=None,
+        prepare=None,
+        script="06_imagenet.py",
+    ):
         self.folder, local_world_size = folder, world_size // nodes
         self.run = len(list(folder.glob("run*-rank0.out")))
         port, self.processes = free_port(), []
         for rank in range(world_size):
             variables = {"RANK": rank, "WORLD_SIZE": world_size}
-            variables |= {"LOCAL_RANK": rank % local_world_size, "LOCAL_WORLD_SIZE": local_world_size}
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1} | (env or {})
+            variables |= {
+                "LOCAL_RANK": rank % local_world_size,
+                "LOCAL_WORLD_SIZE": local_world_size,
+            }
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1} | (
+                env or {}
+            )
             out = self._out(rank)
             step = (kill or {}).get(rank)
             arguments = script, variables, [str(flag) for flag in flags], out, step, prepare
@@ -94,7 +125,11 @@ def training_log(folder):
 
     If a run was killed and repeated a step, the last repetition counts.
     """
-    lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for file in folder.glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
     last = {}
     for line in sorted(lines, key=lambda line: line["time"]):
         step = last.setdefault((line["epoch"], line["step"]), {})
@@ -116,7 +151,8 @@ def _run(script, env, flags, out, kill, prepare):
 
     import torch
 
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch read OMP_NUM_THREADS when it was imported
+    # torch read OMP_NUM_THREADS when it was imported
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     if script == "06_imagenet.py":
         _log_training(out, kill)
     if prepare:
@@ -136,7 +172,12 @@ def _log_training(out, kill):
         while frame.f_code.co_name != "train_epoch":
             frame = frame.f_back
         variables = frame.f_locals
-        line = {"run": out.stem.split("-")[0], "time": time.time(), "targets": targets.tolist(), "loss": loss.item()}
+        line = {
+            "run": out.stem.split("-")[0],
+            "time": time.time(),
+            "targets": targets.tolist(),
+            "loss": loss.item(),
+        }
         line |= {name: variables[name] for name in ("epoch", "step", "lr")}
         log.write(json.dumps(line) + "\n")
         if kill == variables["run"].step:

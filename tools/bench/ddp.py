@@ -6,14 +6,15 @@ Three launches take turns, --repeats times:
 
     1 process, 1 thread       plain PyTorch
     2 processes, 1 thread     DistributedDataParallel. Its variants take turns step by step: no communication (no_sync),
-                              other bucket sizes, gradients as views of the buckets, gradients sent as bf16.
-                              On GPUs a turn is 20 training steps, because a wait after each would slow them down
+                              other bucket sizes, gradients as views of the buckets, gradients sent
+                              as bf16. On GPUs a turn is 20 training steps, because a wait after
+                              each would slow them down
     1 process, 2 threads      plain PyTorch, with as many cores as the two processes together
 
-With GPUs: one process on one GPU, and one process per GPU. Efficiency is images per second, divided by the number of
-processes and threads and by the speed of one process with one thread. Exposed communication is the fraction of a
-training step that no_sync saves. The last part measures the seconds from torchrun to the first training step of 03, by
-number of processes.
+With GPUs: one process on one GPU, and one process per GPU. Efficiency is images per second, divided
+by the number of processes and threads and by the speed of one process with one thread. Exposed
+communication is the fraction of a training step that no_sync saves. The last part measures the
+seconds from torchrun to the first training step of 03, by number of processes.
 """
 
 import json
@@ -39,7 +40,15 @@ from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError, one_line_errors
 from common.flags import whole_number
 from common.report import environment, synchronize
-from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, write
+from tools.bench.measure import (
+    ROOT,
+    build_step,
+    command_line,
+    first_batch,
+    parse_args,
+    pick_device,
+    write,
+)
 from tools.records import spread
 
 TURNS, WARMUP = 10, 3  # per launch
@@ -57,7 +66,9 @@ VARIANTS = {
     "no_sync": DistributedDataParallel,
     "bucket cap 1 MiB": lambda model: DistributedDataParallel(model, bucket_cap_mb=1),
     "bucket cap 100 MiB": lambda model: DistributedDataParallel(model, bucket_cap_mb=100),
-    "gradient as bucket view": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
+    "gradient as bucket view": lambda model: DistributedDataParallel(
+        model, gradient_as_bucket_view=True
+    ),
     "bf16 hook": bf16,
 }
 
@@ -67,7 +78,9 @@ def add_flags(parser):
     counts = [n for n in counts if n <= (torch.cuda.device_count() or 16)]
     sizes = {"nargs": "*", "type": whole_number(1), "default": counts, "metavar": "N"}
     parser.add_argument("--launches", **sizes, help="numbers of processes whose launch is timed")
-    parser.add_argument("--inside", action="store_true", help="run as one of the measured processes (internal)")
+    parser.add_argument(
+        "--inside", action="store_true", help="run as one of the measured processes (internal)"
+    )
 
 
 def main(args):
@@ -76,7 +89,10 @@ def main(args):
         return
     device = pick_device()
     env = environment(device)
-    print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs of each, in turn")
+    print(
+        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs "
+        "of each, in turn"
+    )
     worlds = [(1, 1), (2, 1), (1, 2)]  # processes, threads per process
     if device.type == "cuda":
         worlds = [(1, 1), (torch.cuda.device_count(), 1)]
@@ -88,9 +104,24 @@ def main(args):
                 name = f"{processes} x {threads} {variant}"
                 speed = processes * args.batch_size / seconds
                 runs.setdefault(name, []).append(speed)
-                measured = {"variant": variant, "world_size": processes, "threads": threads, "repeat": repeat}
-                write(args, env, bench="ddp", **measured, seconds_per_step=seconds, images_per_second=speed)
-            print(f"   run {repeat + 1}: {processes} x {threads} {speed:8.0f} img/s ({variant})", flush=True)
+                measured = {
+                    "variant": variant,
+                    "world_size": processes,
+                    "threads": threads,
+                    "repeat": repeat,
+                }
+                write(
+                    args,
+                    env,
+                    bench="ddp",
+                    **measured,
+                    seconds_per_step=seconds,
+                    images_per_second=speed,
+                )
+            print(
+                f"   run {repeat + 1}: {processes} x {threads} {speed:8.0f} img/s ({variant})",
+                flush=True,
+            )
 
     show(runs, worlds)
     print("\nseconds from torchrun to the first training step of 03:")
@@ -104,14 +135,23 @@ def main(args):
 def show(runs, worlds):
     """Print images per second, efficiency and exposed communication of each variant."""
     base = runs["1 x 1 plain"]
-    print(f"\n{'processes x threads':36} {'img/s, median (range)':>24} {'efficiency':>20} {'exposed':>20}")
+    print(
+        f"\n{'processes x threads':36} {'img/s, median (range)':>24} {'efficiency':>20} "
+        f"{'exposed':>20}"
+    )
     for name, speeds in runs.items():
         processes, _, threads = name.split(" ")[:3]
-        efficiency = [a / b / int(processes) / int(threads) for a, b in zip(speeds, base, strict=True)]
+        efficiency = [
+            a / b / int(processes) / int(threads) for a, b in zip(speeds, base, strict=True)
+        ]
         exposed = ""
-        if (no_sync := runs.get(f"{processes} x {threads} no_sync")) and not name.endswith("no_sync"):
+        if (no_sync := runs.get(f"{processes} x {threads} no_sync")) and not name.endswith(
+            "no_sync"
+        ):
             exposed = spread([1 - a / b for a, b in zip(speeds, no_sync, strict=True)], ".2f")
-        print(f"{name:36} {spread(speeds, '.0f'):>24} {spread(efficiency, '.2f'):>20} {exposed:>20}")
+        print(
+            f"{name:36} {spread(speeds, '.0f'):>24} {spread(efficiency, '.2f'):>20} {exposed:>20}"
+        )
 
 
 def launch(args, processes, threads):
@@ -163,15 +203,32 @@ def launch_seconds(processes):
                 for k in range(count):
                     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(path / f"{k}.png")
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-        command += [ROOT / "03_mnmc_ddp_launch.py", "--dataset", "folder", "--data-dir", folder, "--batch-size", "4"]
+        command += [
+            ROOT / "03_mnmc_ddp_launch.py",
+            "--dataset",
+            "folder",
+            "--data-dir",
+            folder,
+            "--batch-size",
+            "4",
+        ]
         command += ["--epochs", "1"]
         begin = time.perf_counter()
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(list(map(str, command)), **options) as process:
-            seconds = next((time.perf_counter() - begin for line in process.stdout if "== step: [  1/1]" in line), None)
+            seconds = next(
+                (
+                    time.perf_counter() - begin
+                    for line in process.stdout
+                    if "== step: [  1/1]" in line
+                ),
+                None,
+            )
             _, errors = process.communicate()
         if seconds is None or process.returncode != 0:
-            raise UserError(f"03 with {processes} processes printed no training step: {errors.strip()[-300:]}")
+            raise UserError(
+                f"03 with {processes} processes printed no training step: {errors.strip()[-300:]}"
+            )
         return seconds
 
 

@@ -3,17 +3,20 @@
     python tools/bench/input.py --dataset folder --data-dir data/cifar10
     python tools/bench/input.py --dataset folder --data-dir data/imagenet-mini --batch-size 32
 
-Four loops train the same model on the same images. Each loop runs in its own process; they take turns, --repeats times:
+Four loops train the same model on the same images. Each loop runs in its own process; they take
+turns, --repeats times:
 
     classic, files    reads PIL images from files in each epoch; RandomCrop, Flip, ToTensor and Normalize per image
-                      (RandomResizedCrop for large images); 4 loader workers; .item() in each training step
+                      (RandomResizedCrop for large images); 4 loader workers; .item() in each
+                      training step
     classic, memory   the same, with the decoded images in memory (small images only)
     01                01_snsc.py
     limit             the training step alone, on one batch that is already on the device
 
-On a GPU, 01 and the limit need --epochs N, so that they run for ten seconds or more; the classic loops run one epoch.
-A ratio compares runs of the same repeat. Memory is the sum over a loop's processes, with shared pages counted once. For
-large images, the loaders are also compared without training, in images per second for one worker.
+On a GPU, 01 and the limit need --epochs N, so that they run for ten seconds or more; the classic
+loops run one epoch. A ratio compares runs of the same repeat. Memory is the sum over a loop's
+processes, with shared pages counted once. For large images, the loaders are also compared without
+training, in images per second for one worker.
 """
 
 import json
@@ -38,7 +41,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.data import build_datasets, build_loader, build_transforms
 from common.errors import UserError, one_line_errors
 from common.report import environment, synchronize, warmup_steps
-from tools.bench.measure import ROOT, build_step, command_line, first_batch, parse_args, pick_device, write
+from tools.bench.measure import (
+    ROOT,
+    build_step,
+    command_line,
+    first_batch,
+    parse_args,
+    pick_device,
+    write,
+)
 from tools.records import spread
 
 CLASSIC_WORKERS = 4
@@ -47,7 +58,9 @@ CLASSIC_WORKERS = 4
 def add_flags(parser):
     functions = [loop for loop in LOOPS if LOOPS[loop]]
     parser.add_argument(
-        "--loop", choices=functions, help="run this loop in this process, print its speed as JSON (internal)"
+        "--loop",
+        choices=functions,
+        help="run this loop in this process, print its speed as JSON (internal)",
     )
 
 
@@ -57,7 +70,10 @@ def main(args):
         return
     train_set, _ = build_datasets(args)
     env = environment(pick_device())
-    print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs of each, in turn")
+    print(
+        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs "
+        "of each, in turn"
+    )
 
     loops = list(LOOPS)
     if args.dataset != "folder":
@@ -71,13 +87,21 @@ def main(args):
             run = run_loop(loop, args)
             runs[loop].append(run)
             write(args, env, bench="input", loop=loop, repeat=repeat, **run)
-            print(f"   run {repeat + 1}: {loop:16} {run['images_per_second']:8.0f} img/s", flush=True)
+            print(
+                f"   run {repeat + 1}: {loop:16} {run['images_per_second']:8.0f} img/s", flush=True
+            )
 
-    print(f"\n{'loop':16} {'img/s, median (range)':>28} {'peak memory':>12}   01 / loop, median (range)")
+    print(
+        f"\n{'loop':16} {'img/s, median (range)':>28} {'peak memory':>12}   01 / loop, median "
+        "(range)"
+    )
     for loop in loops:
         speeds = [run["images_per_second"] for run in runs[loop]]
         memory = max(run["peak_memory_mib"] for run in runs[loop])
-        ratios = [ours["images_per_second"] / speed for ours, speed in zip(runs["01"], speeds, strict=True)]
+        ratios = [
+            ours["images_per_second"] / speed
+            for ours, speed in zip(runs["01"], speeds, strict=True)
+        ]
         print(f"{loop:16} {spread(speeds, '.0f'):>28} {memory:8} MiB   {spread(ratios, '.2f')}")
     if not in_memory:
         compare_loaders(args, env)
@@ -91,14 +115,28 @@ def run_loop(loop, args):
         if loop == "01":
             command = [ROOT / "01_snsc.py", *flags, "--epochs", args.epochs, "--log-file", log]
         else:
-            command = [ROOT / "tools/bench/input.py", *flags, "--loop", loop, "--epochs", args.epochs]
-        process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
+            command = [
+                ROOT / "tools/bench/input.py",
+                *flags,
+                "--loop",
+                loop,
+                "--epochs",
+                args.epochs,
+            ]
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True
+        )
         with PeakMemory(process.pid) as peak:
             output = process.communicate()[0]
         if process.returncode != 0:
-            raise UserError(f"the loop {loop!r} exited with code {process.returncode}; see its message above")
-        records = [json.loads(line) for line in (log.read_text() if loop == "01" else output).splitlines()]
-    speeds = [record["images_per_second"] for record in records[1:] or records]  # not the first of several
+            raise UserError(
+                f"the loop {loop!r} exited with code {process.returncode}; see its message above"
+            )
+        records = [
+            json.loads(line) for line in (log.read_text() if loop == "01" else output).splitlines()
+        ]
+    # not the first of several
+    speeds = [record["images_per_second"] for record in records[1:] or records]
     return {"images_per_second": statistics.mean(speeds), "peak_memory_mib": peak.mib}
 
 
@@ -136,7 +174,9 @@ class PeakMemory:
 def timed(batches, step, device):
     """Return the images per second of a loop over batches, without its first training steps."""
     if len(batches) < 10:
-        raise UserError(f"{len(batches)} steps are too few to time, expected 10 or more: lower --batch-size")
+        raise UserError(
+            f"{len(batches)} steps are too few to time, expected 10 or more: lower --batch-size"
+        )
     done, warmup = 0, warmup_steps(len(batches))
     for k, (images, targets) in enumerate(batches, start=1):
         step(images, targets)
@@ -154,8 +194,13 @@ def limit_loop(args):
     train_set, _ = build_datasets(args)
     step = build_step(args, train_set, device)
     images, targets = first_batch(args, train_set)
-    images, targets = build_transforms(train_set, args, device)[1](images.to(device)), targets.to(device)
-    return timed([(images, targets)] * (args.epochs * len(train_set) // args.batch_size), step, device)
+    images, targets = (
+        build_transforms(train_set, args, device)[1](images.to(device)),
+        targets.to(device),
+    )
+    return timed(
+        [(images, targets)] * (args.epochs * len(train_set) // args.batch_size), step, device
+    )
 
 
 def classic_loop(args, in_memory):
@@ -164,7 +209,8 @@ def classic_loop(args, in_memory):
     train_set, _ = build_datasets(args)
     train_step = build_step(args, train_set, device)
     dataset = ClassicImages(args, train_set) if in_memory else classic_files(args, train_set)
-    warnings.filterwarnings("ignore", message="This DataLoader will create 4 worker")  # most tutorials ignore it too
+    # most tutorials ignore it too
+    warnings.filterwarnings("ignore", message="This DataLoader will create 4 worker")
     options = {"num_workers": CLASSIC_WORKERS, "pin_memory": device.type == "cuda"}
     loader = DataLoader(dataset, args.batch_size, shuffle=True, **options)
     del train_set
@@ -198,8 +244,12 @@ class ClassicImages(Dataset):
 
 def classic_files(args, train_set):
     """Return an ImageFolder with as many images as the training set, decoded by PIL when they are read."""
-    folder = torchvision.datasets.ImageFolder(Path(args.data_dir, "train"), classic_transform(args, train_set))
-    chosen = torch.randperm(len(folder), generator=torch.Generator().manual_seed(0))[: len(train_set)]
+    folder = torchvision.datasets.ImageFolder(
+        Path(args.data_dir, "train"), classic_transform(args, train_set)
+    )
+    chosen = torch.randperm(len(folder), generator=torch.Generator().manual_seed(0))[
+        : len(train_set)
+    ]
     return torch.utils.data.Subset(folder, chosen.tolist())
 
 
@@ -207,7 +257,11 @@ def classic_transform(args, train_set):
     stats = train_set.channel_stats()
     mean, std = ((s / 255).tolist() for s in stats)
     size = train_set.image_size
-    crop = T.RandomCrop(size, padding=size[0] // 8) if train_set.in_memory else T.RandomResizedCrop(size)
+    crop = (
+        T.RandomCrop(size, padding=size[0] // 8)
+        if train_set.in_memory
+        else T.RandomResizedCrop(size)
+    )
     flip = [T.RandomHorizontalFlip()] if args.dataset != "mnist" else []
     return T.Compose([crop, *flip, T.ToTensor(), T.Normalize(mean, std)])
 
@@ -227,7 +281,9 @@ def compare_loaders(args, env):
     train_set, _ = build_datasets(args)
     augment, _ = build_transforms(train_set, args, device)
     ours = build_loader(train_set, args, range(len(train_set)), train=True)
-    classic = DataLoader(classic_files(args, train_set), args.batch_size, num_workers=1, persistent_workers=True)
+    classic = DataLoader(
+        classic_files(args, train_set), args.batch_size, num_workers=1, persistent_workers=True
+    )
     loaders = {"classic loader": (classic, lambda images: images), "our loader": (ours, augment)}
     speeds = {name: [] for name in loaders}
     for repeat in range(args.repeats + 1):
@@ -237,7 +293,14 @@ def compare_loaders(args, env):
                 images += len(finish(batch[0]))
             if repeat > 0:  # the first pass starts the worker and fills the file cache
                 speeds[name].append(images / (time.perf_counter() - begin))
-                write(args, env, bench="input", loop=name, repeat=repeat - 1, images_per_second=speeds[name][-1])
+                write(
+                    args,
+                    env,
+                    bench="input",
+                    loop=name,
+                    repeat=repeat - 1,
+                    images_per_second=speeds[name][-1],
+                )
     ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]
     print(f"\nloaders alone, one worker: {'img/s, median (range)':>28}")
     for name in loaders:

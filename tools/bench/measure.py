@@ -17,9 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def parse_args(doc, add_flags=lambda parser: None):
     """Parse the flags of a benchmark: the flags of 01 to 05, --repeats, and the benchmark's own flags."""
     parser = shared_flags(doc)
-    parser.add_argument("--repeats", type=whole_number(1), default=5, metavar="N", help="number of runs per variant")
+    parser.add_argument(
+        "--repeats", type=whole_number(1), default=5, metavar="N", help="number of runs per variant"
+    )
     add_flags(parser)
-    # For input.py: enough images that the batches which workers prefetch before the timing starts do not matter.
+    # For input.py: enough images that the batches which workers prefetch before the timing starts
+    # do not matter.
     parser.set_defaults(limit=100 * 256, epochs=1)
     return parser.parse_args()
 
@@ -31,7 +34,11 @@ def command_line(args):
 
 
 def pick_device():
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    return (
+        torch.accelerator.current_accelerator()
+        if torch.accelerator.is_available()
+        else torch.device("cpu")
+    )
 
 
 def first_batch(args, train_set):
@@ -55,7 +62,9 @@ def build_step(args, train_set, device, wrap=lambda model: model):
     model = build_model(args, train_set).to(device)
     model = wrap(model)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
+    )
 
     def step(images, targets, synced=True):
         with contextlib.nullcontext() if synced else model.no_sync():
@@ -71,5 +80,7 @@ def build_step(args, train_set, device, wrap=lambda model: model):
 
 def write(args, env, **measured):
     """Append one line to --log-file."""
-    settings = {name: getattr(args, name) for name in ("dataset", "data_dir", "limit", "batch_size")}
+    settings = {
+        name: getattr(args, name) for name in ("dataset", "data_dir", "limit", "batch_size")
+    }
     append(args.log_file, {"model": args.arch} | settings | env | measured)

@@ -3,9 +3,9 @@
     python tools/bench/peer.py --arch resnet50 --batch-size 256
     python tools/bench/peer.py --data-dir data/imagenet-mini --workers 8 --amp bf16
 
-ImageFolder reads PIL images, which the loader workers crop, mirror, convert and normalize one by one. Each training
-step reads its loss and its accuracy, as loops with running averages do. Without --data-dir the images are generated
-once and held in memory.
+ImageFolder reads PIL images, which the loader workers crop, mirror, convert and normalize one by
+one. Each training step reads its loss and its accuracy, as loops with running averages do. Without
+--data-dir the images are generated once and held in memory.
 """
 
 import sys
@@ -53,7 +53,10 @@ def main(args):
     step, images_seen = 0, 0
     while step < args.steps:
         for images, targets in loader:
-            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            images, targets = (
+                images.to(device, non_blocking=True),
+                targets.to(device, non_blocking=True),
+            )
             with torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none"):
                 outputs = model(images)
                 loss = criterion(outputs, targets)
@@ -71,7 +74,9 @@ def main(args):
     speed = images_seen / (time.perf_counter() - start)
     setting = f"{args.arch}, {args.batch_size} images per step, amp {args.amp}"
     print(f"a plain loop: {setting}: {speed:.1f} img/s, loss {averages[0]:.3f}")
-    names = ["data_dir", "batch_size", "image_size", "steps", "amp"] + ["workers"] * bool(args.data_dir)
+    names = ["data_dir", "batch_size", "image_size", "steps", "amp"] + ["workers"] * bool(
+        args.data_dir
+    )
     settings = {"bench": "peer", "model": args.arch} | {name: getattr(args, name) for name in names}
     append(args.log_file, settings | environment(device) | {"images_per_second": round(speed, 1)})
 
@@ -84,7 +89,9 @@ def build_loader(args):
         targets = torch.randint(1000, (args.batch_size,))
         return [(images.pin_memory(), targets.pin_memory()) if pin else (images, targets)]
     normalize = T.Normalize([level / 255 for level in MEAN], [level / 255 for level in STD])
-    transform = T.Compose([T.RandomResizedCrop(args.image_size), T.RandomHorizontalFlip(), T.ToTensor(), normalize])
+    transform = T.Compose(
+        [T.RandomResizedCrop(args.image_size), T.RandomHorizontalFlip(), T.ToTensor(), normalize]
+    )
     dataset = torchvision.datasets.ImageFolder(Path(args.data_dir, "train"), transform)
     options = {"batch_size": args.batch_size, "shuffle": True, "drop_last": True}
     return DataLoader(dataset, **options, num_workers=args.workers, pin_memory=pin)

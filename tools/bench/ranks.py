@@ -3,13 +3,15 @@
     python tools/bench/ranks.py
     python tools/bench/ranks.py --votes 4 --ranks 8
 
-The ranks are forked on this machine after torch was imported. They share its cores, so only ratios and growth carry
-over to a cluster.
+The ranks are forked on this machine after torch was imported. They share its cores, so only ratios
+and growth carry over to a cluster.
 
     votes    training steps of --step-ms in which the CPU only waits, as beside a GPU: without votes, with a vote in
-             every step, and with the Votes of 06, which votes less often if a vote costs more than 1 % of a step
+             every step, and with the Votes of 06, which votes less often if a vote costs more than
+             1 % of a step
     06       06_imagenet.py --dummy with small_net: seconds until rank 0 has done a training step, memory per rank,
-             seconds from a signal until all ranks have saved and exited, seconds until the resumed run has done a step
+             seconds from a signal until all ranks have saved and exited, seconds until the resumed
+             run has done a step
 """
 
 import contextlib
@@ -44,15 +46,38 @@ from tools.records import append
 
 STEPS = 60  # training steps with votes
 PATIENCE = 300  # seconds to wait for any event
-FLAGS = "--arch small_net --image-size 32 --epochs 1000 --eval-every 0 --print-every 1 --workers 0 --timeout 120"
+FLAGS = (
+    "--arch small_net --image-size 32 --epochs 1000 --eval-every 0 --print-every 1 --workers 0 "
+    "--timeout 120"
+)
 
 
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--votes", nargs="*", type=whole_number(2), default=[2, 4, 8, 16], metavar="N", help="ranks that vote")
-    add("--ranks", nargs="*", type=whole_number(2), default=[2, 8, 32, 64], metavar="N", help="ranks of 06")
-    add("--step-ms", type=whole_number(1), default=100, metavar="MS", help="milliseconds per step that votes")
+    add(
+        "--votes",
+        nargs="*",
+        type=whole_number(2),
+        default=[2, 4, 8, 16],
+        metavar="N",
+        help="ranks that vote",
+    )
+    add(
+        "--ranks",
+        nargs="*",
+        type=whole_number(2),
+        default=[2, 8, 32, 64],
+        metavar="N",
+        help="ranks of 06",
+    )
+    add(
+        "--step-ms",
+        type=whole_number(1),
+        default=100,
+        metavar="MS",
+        help="milliseconds per step that votes",
+    )
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per row to FILE")
     return parser.parse_args()
 
@@ -66,7 +91,8 @@ def main(args):
     for n in args.votes:
         row = measure_votes(n, args.step_ms / 1000)
         print(
-            f"{n:5}   {1000 * row['vote_seconds']:5.1f} ms   {100 * row['cost_every_step']:14.2f} %   "
+            f"{n:5}   {1000 * row['vote_seconds']:5.1f} ms   {100 * row['cost_every_step']:14.2f} "
+            "%   "
             f"{row['every']:19}   {100 * row['cost']:.2f} %",
             flush=True,
         )
@@ -76,7 +102,8 @@ def main(args):
     for n in args.ranks:
         row = measure_script(n)
         print(
-            f"{n:9}   {row['start_seconds']:8.1f} s   {row['memory_mib']:11.0f} MiB   {row['stop_seconds']:14.1f} s   "
+            f"{n:9}   {row['start_seconds']:8.1f} s   {row['memory_mib']:11.0f} MiB   "
+            f"{row['stop_seconds']:14.1f} s   "
             f"{row['resume_seconds']:5.1f} s",
             flush=True,
         )
@@ -114,7 +141,9 @@ def exit_codes(pids, expected):
                     if (code := os.waitstatus_to_exitcode(status)) != expected:
                         raise UserError(f"a rank exited with code {code}: expected {expected}")
             if time.monotonic() > deadline:
-                raise UserError(f"{len(left)} of {len(pids)} ranks have not exited within {PATIENCE} s")
+                raise UserError(
+                    f"{len(left)} of {len(pids)} ranks have not exited within {PATIENCE} s"
+                )
             time.sleep(0.01)
     finally:
         for pid in left:
@@ -127,14 +156,18 @@ def measure_votes(ranks, step):
     """Return a row: seconds of a vote, how often the ranks vote, and what votes add to a step, as a share of it."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        exit_codes(fork(ranks, lambda rank: vote(rank, ranks, port, step, Path(folder, "row"))), expected=0)
+        exit_codes(
+            fork(ranks, lambda rank: vote(rank, ranks, port, step, Path(folder, "row"))), expected=0
+        )
         return json.loads(Path(folder, "row").read_text())
 
 
 def vote(rank, ranks, port, step, file):
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timeout
+    )
     ballot, votes = torch.zeros(3), Votes(dist.group.WORLD)
 
     def none():
@@ -157,11 +190,20 @@ def vote(rank, ranks, port, step, file):
             start = time.perf_counter()
             kind()
             seconds.append(time.perf_counter() - start)
-        mean[kind] = statistics.mean(sorted(seconds)[: STEPS * 9 // 10])  # without the steps that were disturbed
+        # without the steps that were disturbed
+        mean[kind] = statistics.mean(sorted(seconds)[: STEPS * 9 // 10])
         dist.barrier()
     if rank == 0:
-        row = {"ranks": ranks, "step_seconds": step, "vote_seconds": votes.seconds, "every": votes.every}
-        row |= {"cost_every_step": mean[every_step] / mean[none] - 1, "cost": mean[ours] / mean[none] - 1}
+        row = {
+            "ranks": ranks,
+            "step_seconds": step,
+            "vote_seconds": votes.seconds,
+            "every": votes.every,
+        }
+        row |= {
+            "cost_every_step": mean[every_step] / mean[none] - 1,
+            "cost": mean[ours] / mean[none] - 1,
+        }
         file.write_text(json.dumps(row))
 
 
@@ -172,7 +214,14 @@ def measure_script(ranks):
         for name, end, extra in (("start", "stop", []), ("resume", "stop_again", ["--resume"])):
             begin, outputs, port = time.perf_counter(), Path(folder, name), free_port()
             outputs.mkdir()
-            flags = [*FLAGS.split(), "--dummy", 40 * ranks, "--batch-size", 2 * ranks, "--checkpoints-path"]
+            flags = [
+                *FLAGS.split(),
+                "--dummy",
+                40 * ranks,
+                "--batch-size",
+                2 * ranks,
+                "--checkpoints-path",
+            ]
             flags = [*map(str, flags), str(Path(folder, "checkpoints")), *extra]
             pids = fork(ranks, lambda rank: run_script(rank, ranks, port, flags, outputs))  # noqa: B023
             wait_for_line(outputs / "0", r"== step: ", pids)
@@ -183,8 +232,12 @@ def measure_script(ranks):
                 os.kill(pid, signal.SIGTERM)
             exit_codes(pids, EXIT_REQUEUE)
             row[f"{end}_seconds"] = time.perf_counter() - begin
-            if not re.search(r"stopped by a signal after step \d+: saved", (outputs / "0").read_text()):
-                raise UserError(f"{ranks} ranks have not saved: {(outputs / '0').read_text()[-300:]}")
+            if not re.search(
+                r"stopped by a signal after step \d+: saved", (outputs / "0").read_text()
+            ):
+                raise UserError(
+                    f"{ranks} ranks have not saved: {(outputs / '0').read_text()[-300:]}"
+                )
         if "resumed from" not in (outputs / "0").read_text():
             raise UserError(f"{ranks} ranks have not resumed")
     return row
@@ -194,7 +247,13 @@ def run_script(rank, ranks, port, flags, outputs):
     file = os.open(outputs / str(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    values = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1}
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": ranks,
+        "OMP_NUM_THREADS": 1,
+    }
     values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in values.items()})
     torch.set_num_threads(1)
@@ -206,7 +265,9 @@ def wait_for_line(file, pattern, pids):
     """Wait until a file contains a line. Raise UserError if a process exits before."""
     deadline = time.monotonic() + PATIENCE
     while not (file.exists() and re.search(pattern, file.read_text())):
-        ended = [pid for pid in pids if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)]
+        ended = [
+            pid for pid in pids if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ]
         if ended or time.monotonic() > deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

@@ -30,7 +30,10 @@ STEPS, WARMUP = 10, 3
 def main(args):
     d = setup_distributed()
     args.limit = max(2, args.batch_size)
-    env = environment(d.device) | {"world_size": d.world_size, "local_world_size": d.local_world_size}
+    env = environment(d.device) | {
+        "world_size": d.world_size,
+        "local_world_size": d.local_world_size,
+    }
     env |= {"backend": d.backend, "seed": args.seed}
 
     if d.world_size > 1:
@@ -38,7 +41,10 @@ def main(args):
             seconds = all_reduce_seconds(size, d.device)
             if d.is_main:
                 print(
-                    f"all_reduce of {size:10} bytes between {d.world_size} processes: {1000 * seconds:10.3f} ms",
+                    (
+                        f"all_reduce of {size:10} bytes between {d.world_size} processes: "
+                        f"{1000 * seconds:10.3f} ms"
+                    ),
                     flush=True,
                 )
                 write(args, env, bench="all_reduce", bytes=size, seconds=seconds)
@@ -46,7 +52,10 @@ def main(args):
     if d.is_main:
         buckets = ", ".join(f"{size / 2**20:.1f}" for size in measured["bucket_bytes"])
         whole, compute = 1000 * measured["seconds"], 1000 * measured["compute_seconds"]
-        print(f"training step: {whole:.1f} ms, without communication {compute:.1f} ms; buckets of {buckets} MiB")
+        print(
+            f"training step: {whole:.1f} ms, without communication {compute:.1f} ms; buckets of "
+            f"{buckets} MiB"
+        )
         write(args, env, bench="step", **measured)
 
 
@@ -68,8 +77,8 @@ def all_reduce_seconds(size, device):
 def step_parts(args, d):
     """Measure a training step with and without communication, and when each bucket of gradients is ready.
 
-    The two kinds of step take turns. Before each time is taken, the device is synchronised, because a GPU works
-    asynchronously.
+    The two kinds of step take turns. Before each time is taken, the device is synchronised, because
+    a GPU works asynchronously.
 
     Returns:
         dict of seconds, compute_seconds, ready_seconds and bucket_bytes; the times are medians.

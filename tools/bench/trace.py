@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node=2 tools/bench/trace.py
 
-Writes trace.json on rank 0, which https://ui.perfetto.dev shows. Without GPUs, it also prints how much of the
-communication the backward pass hides, and --log-file appends the times to a file, which tools/book/pictures.py draws.
+Writes trace.json on rank 0, which https://ui.perfetto.dev shows. Without GPUs, it also prints how
+much of the communication the backward pass hides, and --log-file appends the times to a file, which
+tools/book/pictures.py draws.
 """
 
 import argparse
@@ -41,7 +42,8 @@ def train_step(ddp, optimizer, images, targets):
 def spans(events):
     """Return {part: its times [begin, end], in ms from the start of the forward pass}, with the part "all_reduce".
 
-    The backward pass ends with its last operation: loss.backward() then waits for the all-reduces that are not done.
+    The backward pass ends with its last operation: loss.backward() then waits for the all-reduces
+    that are not done.
     """
     found = {name: [] for name in (*PARTS, "all_reduce")}
     operations = []
@@ -88,22 +90,37 @@ def main(args):
         synchronize(d.device)
     if d.is_main:
         profiler.export_chrome_trace(args.trace)
-    if d.is_main and d.device.type == "cpu":  # the operations of a GPU run later than the CPU starts them
+    # the operations of a GPU run later than the CPU starts them
+    if d.is_main and d.device.type == "cpu":
         found = spans(profiler.events())
         for name, times in found.items():
             print(f"{name:10} " + ", ".join(f"{begin:.0f} to {end:.0f} ms" for begin, end in times))
-        print(f"{hidden_share(found):.0%} of the all-reduces' time is hidden behind the backward pass | {args.trace}")
+        print(
+            f"{hidden_share(found):.0%} of the all-reduces' time is hidden behind the backward "
+            f"pass | {args.trace}"
+        )
         record = {"world_size": d.world_size, "batch_size": args.batch_size, "spans": found}
         append(args.log_file, record | environment(d.device))
 
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--trace", default="trace.json", metavar="FILE", help="where to write the trace")
-    parser.add_argument("--batch-size", type=whole_number(1), default=8, metavar="N", help="images per process")
-    parser.add_argument("--log-file", type=output_file, metavar="FILE", help="append the times to FILE as a JSON line")
+    parser.add_argument(
+        "--trace", default="trace.json", metavar="FILE", help="where to write the trace"
+    )
+    parser.add_argument(
+        "--batch-size", type=whole_number(1), default=8, metavar="N", help="images per process"
+    )
+    parser.add_argument(
+        "--log-file",
+        type=output_file,
+        metavar="FILE",
+        help="append the times to FILE as a JSON line",
+    )
     return parser.parse_args()
 
 

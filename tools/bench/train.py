@@ -3,8 +3,9 @@
     dummy         06_imagenet.py --dummy: all of the script except reading images
     checkpoints   the same, with a checkpoint every --every steps
     files         06_imagenet.py on the photographs of --data-dir
-Ratios compare runs that follow each other. The cost of a checkpoint is what it adds to the run, for one checkpoint
-every 100 steps. At the end: the loader alone with one worker, compared with PIL images transformed one by one.
+Ratios compare runs that follow each other. The cost of a checkpoint is what it adds to the run, for
+one checkpoint every 100 steps. At the end: the loader alone with one worker, compared with PIL
+images transformed one by one.
 
     python tools/bench/train.py --data-dir data/imagenet-mini --batch-size 32 --image-size 224
 """
@@ -31,7 +32,14 @@ from common.errors import UserError, one_line_errors
 from common.report import environment, peak_memory, synchronize, warmup_steps
 from imagenet.data import MEAN, STD, Images, build_loader
 from imagenet.elastic import GlobalBatches
-from imagenet.flags import AMP_DTYPES, Parser, add_machine_flags, check_machine_flags, output_file, whole_number
+from imagenet.flags import (
+    AMP_DTYPES,
+    Parser,
+    add_machine_flags,
+    check_machine_flags,
+    output_file,
+    whole_number,
+)
 from imagenet.model import build_model
 from tools.bench.measure import ROOT, pick_device
 from tools.records import append, checkpoint_cost, spread
@@ -43,12 +51,20 @@ def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
     add(
-        "--data-dir", default="data", metavar="DIR", help="photographs, as train/CLASS/*.jpg; without them no files run"
+        "--data-dir",
+        default="data",
+        metavar="DIR",
+        help="photographs, as train/CLASS/*.jpg; without them no files run",
     )
     add("--arch", default="resnet18", metavar="NAME", help="see 06_imagenet.py --help")
     add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images per step")
     add("--image-size", type=whole_number(16), default=224, metavar="N", help="pixels per side")
-    add("--workers", type=whole_number(0), metavar="N", help="loader processes of the files run; 2 if not given")
+    add(
+        "--workers",
+        type=whole_number(0),
+        metavar="N",
+        help="loader processes of the files run; 2 if not given",
+    )
     add("--steps", type=whole_number(20), default=40, metavar="N", help="steps of each run")
     add("--every", type=whole_number(1), default=10, metavar="N", help="steps between checkpoints")
     add("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each kind")
@@ -65,7 +81,10 @@ def main(args):
         print(json.dumps(bare(args)))
         return
     env = environment(pick_device())
-    print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs of each, in turn")
+    print(
+        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs "
+        "of each, in turn"
+    )
     has_files = os.path.isdir(os.path.join(args.data_dir, "train"))
     runs = {name: [] for name in RUNS if has_files or name != "files"}
     for repeat in range(args.repeats):
@@ -73,32 +92,68 @@ def main(args):
             run = run_one(name, args)
             runs[name].append(run)
             write(args, env, run=name, repeat=repeat, **run)
-            print(f"   run {repeat + 1}: {name:12} {run['images_per_second']:9.1f} img/s", flush=True)
+            print(
+                f"   run {repeat + 1}: {name:12} {run['images_per_second']:9.1f} img/s", flush=True
+            )
 
-    print(f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   against the bare step, median (range)")
+    print(
+        f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   against the bare step, "
+        "median (range)"
+    )
     for name, measured in runs.items():
         speeds = [run["images_per_second"] for run in measured]
-        ratios = [speed / run["images_per_second"] for speed, run in zip(speeds, runs["bare"], strict=True)]
+        ratios = [
+            speed / run["images_per_second"]
+            for speed, run in zip(speeds, runs["bare"], strict=True)
+        ]
         memory = max(run["peak_memory_mib"] for run in measured)
         print(f"{name:12} {spread(speeds, '.1f'):>28} {memory:8} MiB   {spread(ratios, '.3f')}")
     pairs = zip(runs["dummy"], runs["checkpoints"], strict=True)
-    costs = [checkpoint_cost(*(run["images_per_second"] for run in pair), vars(args)) for pair in pairs]
-    print(f"a checkpoint every 100 steps costs {spread([100 * cost for cost in costs], '.2f')} % of the time")
+    costs = [
+        checkpoint_cost(*(run["images_per_second"] for run in pair), vars(args)) for pair in pairs
+    ]
+    print(
+        f"a checkpoint every 100 steps costs {spread([100 * cost for cost in costs], '.2f')} % of "
+        "the time"
+    )
     if has_files:
         compare_loaders(args, env)
 
 
 def run_one(name, args):
     """Run one loop in a process of its own. Return its images per second and its peak memory."""
-    shared = ["--arch", args.arch, "--batch-size", args.batch_size, "--amp", args.amp, "--image-size", args.image_size]
+    shared = [
+        "--arch",
+        args.arch,
+        "--batch-size",
+        args.batch_size,
+        "--amp",
+        args.amp,
+        "--image-size",
+        args.image_size,
+    ]
     shared += ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
         if name == "bare":
             command = [ROOT / "tools/bench/train.py", "--bare", "--steps", args.steps, *shared]
         else:
-            command = [ROOT / "06_imagenet.py", *shared, "--eval-every", 0, "--log-file", log, "--workers"]
-            command += [args.workers if name == "files" and args.workers is not None else 2 if name == "files" else 0]
+            command = [
+                ROOT / "06_imagenet.py",
+                *shared,
+                "--eval-every",
+                0,
+                "--log-file",
+                log,
+                "--workers",
+            ]
+            command += [
+                args.workers
+                if name == "files" and args.workers is not None
+                else 2
+                if name == "files"
+                else 0
+            ]
             command += ["--checkpoints-path", Path(folder, "checkpoints")]
             command += ["--checkpoint-every", args.every if name == "checkpoints" else 10**6]
             if name == "files":
@@ -107,9 +162,13 @@ def run_one(name, args):
                 command += [args.data_dir, "--epochs", epochs]
             else:
                 command += ["--dummy", args.steps * args.batch_size, "--epochs", 1]
-        done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True
+        )
         if done.returncode != 0:
-            raise UserError(f"the run {name!r} ended with exit code {done.returncode}; its message is above")
+            raise UserError(
+                f"the run {name!r} ended with exit code {done.returncode}; its message is above"
+            )
         last = (done.stdout if name == "bare" else log.read_text()).splitlines()[-1]
     record = json.loads(last)
     return {key: record[key] for key in ("images_per_second", "peak_memory_mib")}
@@ -120,15 +179,21 @@ def bare(args):
     device = pick_device()
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
-    dataset = SimpleNamespace(channels=3, image_size=(args.image_size, args.image_size), num_classes=1000)
+    dataset = SimpleNamespace(
+        channels=3, image_size=(args.image_size, args.image_size), num_classes=1000
+    )
     model = build_model(args, dataset).to(device)
     if args.compile:
         model.compile()
     images = torch.randn(args.batch_size, 3, *dataset.image_size, device=device)
-    images = images.to(memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+    images = images.to(
+        memory_format=torch.channels_last if args.channels_last else torch.contiguous_format
+    )
     targets = torch.randint(1000, (args.batch_size,), device=device)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-5)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-5
+    )
     autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     for step in range(args.steps):
@@ -153,10 +218,17 @@ def compare_loaders(args, env):
     steps = max(1, min(len(ours), args.steps * args.batch_size) // args.batch_size)
     images = steps * args.batch_size
     mean, std = ([level / 255 for level in levels] for levels in (MEAN, STD))
-    crop = [T.RandomResizedCrop(args.image_size), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)]
+    crop = [
+        T.RandomResizedCrop(args.image_size),
+        T.RandomHorizontalFlip(),
+        T.ToTensor(),
+        T.Normalize(mean, std),
+    ]
     folder = torchvision.datasets.ImageFolder(os.path.join(args.data_dir, "train"), T.Compose(crop))
     batches = GlobalBatches(images, args.batch_size, 0, 1)
-    classic = DataLoader(Subset(folder, range(images)), args.batch_size, num_workers=1, persistent_workers=True)
+    classic = DataLoader(
+        Subset(folder, range(images)), args.batch_size, num_workers=1, persistent_workers=True
+    )
     loaders = {"classic loader": classic, "our loader": build_loader(ours, batches, 1, 1)}
     speeds = {name: [] for name in loaders}
     for repeat in range(args.repeats + 1):
@@ -174,7 +246,17 @@ def compare_loaders(args, env):
 
 def write(args, env, **measured):
     """Append one line to --log-file."""
-    names = ("data_dir", "batch_size", "amp", "channels_last", "compile", "image_size", "steps", "every", "workers")
+    names = (
+        "data_dir",
+        "batch_size",
+        "amp",
+        "channels_last",
+        "compile",
+        "image_size",
+        "steps",
+        "every",
+        "workers",
+    )
     settings = {name: getattr(args, name) for name in names}
     append(args.log_file, {"model": args.arch} | settings | env | {"bench": "train"} | measured)
 

@@ -4,8 +4,8 @@
     python tools/book/book.py --check     name the stale pages and exit with 1
     python tools/book/book.py --record    first run the commands whose output is shown but not recorded
 
-The pages are README.md, CONTRIBUTING.md, docs/*.md and their Chinese translations. The text between <!-- KIND: ARGUMENT
---> and <!-- end --> is generated:
+The pages are README.md, CONTRIBUTING.md, docs/*.md and their Chinese translations. The text between
+<!-- KIND: ARGUMENT --> and <!-- end --> is generated:
 
     table: NAME         a table from tools/book/tables.py
     diff: 03            the diff between 03 and its parent
@@ -61,7 +61,9 @@ def translated(block):
         code ^= line.startswith("```")
         if line and not code and not line.startswith("```"):
             cells = re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |"))
-            cells = [cell if re.fullmatch(r"[-:]+", cell) else words.translate(cell) for cell in cells]
+            cells = [
+                cell if re.fullmatch(r"[-:]+", cell) else words.translate(cell) for cell in cells
+            ]
             line = f"| {' | '.join(cells)} |" if line.startswith("|") else cells[0]
         lines.append(line)
     return "\n".join(lines).replace("](../", "](../../")
@@ -99,7 +101,9 @@ def code(argument):
 def output(command):
     runs = [r for r in records("output") if r["command"] == command]
     if not runs:
-        raise BookError(f"the output of `{command}` is not recorded: python tools/book/book.py --record")
+        raise BookError(
+            f"the output of `{command}` is not recorded: python tools/book/book.py --record"
+        )
     return f"On {hardware(runs[-1])}:\n\n{fenced('text', runs[-1]['output'])}"
 
 
@@ -152,7 +156,12 @@ def run(command):
         "PYTHONUNBUFFERED": "1",
     }
     done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     text = done.stdout.replace(f"{ROOT}/", "").replace(f"{sys.prefix}/", ".venv/")
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
@@ -160,10 +169,16 @@ def run(command):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a page is stale; write nothing")
-    parser.add_argument("--record", action="store_true", help="first run the commands that are not recorded")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if a page is stale; write nothing"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="first run the commands that are not recorded"
+    )
     return parser.parse_args()
 
 

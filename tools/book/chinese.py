@@ -3,10 +3,11 @@
     python tools/book/chinese.py               name each Chinese passage that is stale or differs, and exit with 1
     python tools/book/chinese.py --done FILE   after you have looked: print and note the passages of a Chinese page
 
-A passage is a heading, a paragraph, a list item or a row of a table. Each English passage has one Chinese passage, in
-the same order, with the same code, numbers, links and pictures. Code blocks are equal; generated blocks come from the
-same source. docs/zh/in_step.json holds a hash of each English passage as it was when its translation was last looked
-at. The words of generated tables and of pictures are in docs/zh/tables.json and docs/zh/labels.json.
+A passage is a heading, a paragraph, a list item or a row of a table. Each English passage has one
+Chinese passage, in the same order, with the same code, numbers, links and pictures. Code blocks are
+equal; generated blocks come from the same source. docs/zh/in_step.json holds a hash of each English
+passage as it was when its translation was last looked at. The words of generated tables and of
+pictures are in docs/zh/tables.json and docs/zh/labels.json.
 """
 
 import argparse
@@ -76,8 +77,13 @@ def read(page):
     """Return the text of a page; of a notebook, its Markdown cells."""
     if page.suffix != ".ipynb":
         return page.read_text()
-    cells = [cell for cell in json.loads(page.read_text())["cells"] if cell["cell_type"] == "markdown"]
-    return "\n\n".join(f"{CELL.format(cell['id'])}\n\n{''.join(cell['source'])}" for cell in cells) + "\n"
+    cells = [
+        cell for cell in json.loads(page.read_text())["cells"] if cell["cell_type"] == "markdown"
+    ]
+    return (
+        "\n\n".join(f"{CELL.format(cell['id'])}\n\n{''.join(cell['source'])}" for cell in cells)
+        + "\n"
+    )
 
 
 def is_prose(passage):
@@ -129,7 +135,10 @@ def contents(passage, find_target, page):
     """
     text = " ".join(passage.text.split())
     prose = re.sub(r"`[^`]*`|\]\([^)]*\)|TF32|[\d.]+ (million|万)", "", text)
-    links = {link if "://" in link else find_target(link, page) for link in re.findall(r"\]\(([^)\s]+)\)", text)}
+    links = {
+        link if "://" in link else find_target(link, page)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text)
+    }
     names = {link if isinstance(link, str) else name_of(*link) for link in links}
     return {
         "code": set(re.findall(r"`([^`]+)`", text)),
@@ -147,10 +156,14 @@ def differences(english, chinese, page):
     """Return how the contents of a passage of an English page and of its translation differ, one line for each kind."""
     if not is_prose(english):
         return [] if english.text == chinese.text else ["its code or comment differs"]
-    there = page if page.suffix == ".ipynb" else chinese_page(page)  # the text of a notebook is shown in the notebook
+    # the text of a notebook is shown in the notebook
+    there = page if page.suffix == ".ipynb" else chinese_page(page)
     expected, given = contents(english, translated_target, page), contents(chinese, target, there)
     return [
-        f"{kind}: without {list_of(expected[kind] - given[kind])}, with {list_of(given[kind] - expected[kind])}"
+        (
+            f"{kind}: without {list_of(expected[kind] - given[kind])}, with "
+            f"{list_of(given[kind] - expected[kind])}"
+        )
         for kind in expected
         if expected[kind] != given[kind]
     ]
@@ -210,16 +223,29 @@ def stale(page, english, chinese, hashes):
     noted, now, found = hashes.get(name, []), [digest(p) for p in english], []
     if not noted:
         return [f"{name}: nobody has looked at it: python tools/book/chinese.py --done {name}"]
-    for change, i, i_end, j, j_end in SequenceMatcher(None, noted, now, autojunk=False).get_opcodes():
+    for change, i, i_end, j, j_end in SequenceMatcher(
+        None, noted, now, autojunk=False
+    ).get_opcodes():
         for k in range(max(i_end - i, j_end - j)) if change != "equal" else ():
             b = chinese[min(i + k, max(i, i_end - 1), len(chinese) - 1)]
             if j + k == j_end:
-                found.append(f"{place(there, b)}: its English passage was removed from {page.relative_to(ROOT)}")
+                found.append(
+                    f"{place(there, b)}: its English passage was removed from "
+                    f"{page.relative_to(ROOT)}"
+                )
                 break
             what = "is stale" if i + k < i_end else "has before it a passage that is not translated"
-            found.append(f"{place(there, b)}: {what}: {place(page, english[j + k])}: {start_of(english[j + k])}")
+            found.append(
+                f"{place(there, b)}: {what}: {place(page, english[j + k])}: "
+                f"{start_of(english[j + k])}"
+            )
     return (
-        [*found, f"{name}: translate these passages, then: python tools/book/chinese.py --done {name}"] if found else []
+        [
+            *found,
+            f"{name}: translate these passages, then: python tools/book/chinese.py --done {name}",
+        ]
+        if found
+        else []
     )
 
 
@@ -237,7 +263,10 @@ def done(path):
     if problems := structure(page, english, chinese):
         sys.exit(f"chinese.py: error: {problems[0]}")
     hashes, name = load_hashes(), str(there.relative_to(ROOT))
-    noted, pairs = hashes.get(name, []), [pair for pair in zip(english, chinese, strict=True) if is_prose(pair[0])]
+    noted, pairs = (
+        hashes.get(name, []),
+        [pair for pair in zip(english, chinese, strict=True) if is_prose(pair[0])],
+    )
     for a, b in pairs:
         if digest(a) not in noted:
             print(f"{place(there, b)}\n  {' '.join(a.text.split())}\n  {b.text}")
@@ -254,7 +283,9 @@ def translate_notebook(text, name):
 
     The code and the numbers stay.
     """
-    parts = re.split(rf"^{CELL.format('(.+?)')}\n", read(ROOT / f"docs/zh/notebooks/{name}.md"), flags=re.M)[1:]
+    parts = re.split(
+        rf"^{CELL.format('(.+?)')}\n", read(ROOT / f"docs/zh/notebooks/{name}.md"), flags=re.M
+    )[1:]
     words = dict(zip(parts[::2], parts[1::2], strict=True))
     notebook = json.loads(text)
     for cell in notebook["cells"]:
@@ -271,9 +302,13 @@ def translate_notebook(text, name):
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--done", type=Path, metavar="FILE", help="a Chinese page whose passages were looked at")
+    parser.add_argument(
+        "--done", type=Path, metavar="FILE", help="a Chinese page whose passages were looked at"
+    )
     return parser.parse_args()
 
 

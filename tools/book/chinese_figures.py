@@ -27,20 +27,30 @@ def save(fig, name, english):
     Raises:
         PhraseError: docs/zh/labels.json lacks a word of the figure.
     """
-    file = next((path for path in font_manager.findSystemFonts() if Path(path).name == "wqy-microhei.ttc"), None)
+    file = next(
+        (path for path in font_manager.findSystemFonts() if Path(path).name == "wqy-microhei.ttc"),
+        None,
+    )
     if file is None:
-        print(f"no Chinese figure: the font {FONT} is not installed: apt-get install fonts-wqy-microhei")
+        print(
+            f"no Chinese figure: the font {FONT} is not installed: apt-get install "
+            "fonts-wqy-microhei"
+        )
         return
-    font_manager.fontManager.addfont(file)  # matplotlib's own list of fonts may be older than the font
+    # matplotlib's own list of fonts may be older than the font
+    font_manager.fontManager.addfont(file)
     labels = Phrases(LABELS)
     fig = pickle.loads(pickle.dumps(fig))  # a notebook shows the English one after this
     axes = [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]
     fixed = [axis for axis in axes if isinstance(axis.get_major_locator(), FixedLocator)]
-    ticks = [[labels.translate(text.get_text()) for text in axis.get_ticklabels()] for axis in fixed]
+    ticks = [
+        [labels.translate(text.get_text()) for text in axis.get_ticklabels()] for axis in fixed
+    ]
     for artist in fig.findobj(Text):
         if artist.get_text().strip():
             artist.set_text(labels.translate(artist.get_text()))
-    for axis, names in zip(fixed, ticks, strict=True):  # an axis sets the words of its ticks when it draws
+    # an axis sets the words of its ticks when it draws
+    for axis, names in zip(fixed, ticks, strict=True):
         axis.set_ticks(axis.get_majorticklocs(), names)
     for artist in fig.findobj(Text):
         artist.set_fontfamily([*rcParams["font.family"], FONT])

@@ -1,8 +1,9 @@
 """Predict how much of its time a training on many machines trains, and how often to save, when machines fail.
 
-All times are in seconds. Failures come at random, with `mtbf` seconds between them on average: that of one machine
-divided by the number of machines. A failure loses the work since the last checkpoint, and costs `restart` seconds.
-notebooks/scaling.ipynb draws the prediction and checks it by simulation.
+All times are in seconds. Failures come at random, with `mtbf` seconds between them on average: that
+of one machine divided by the number of machines. A failure loses the work since the last
+checkpoint, and costs `restart` seconds. notebooks/scaling.ipynb draws the prediction and checks it
+by simulation.
 """
 
 import math
@@ -37,7 +38,8 @@ def goodput(interval, mtbf, checkpoint, restart):
     Args:
         interval: seconds of training between two checkpoints.
         checkpoint: seconds for which a checkpoint stops the training.
-        restart: seconds from a failure until the job trains again. Failures may also come in that time.
+        restart: seconds from a failure until the job trains again. Failures may also come in that
+            time.
     """
     seconds = mtbf * math.exp(restart / mtbf) * math.expm1((interval + checkpoint) / mtbf)
     return interval / seconds
@@ -54,11 +56,13 @@ def simulate(interval, mtbf, checkpoint, restart, work, seed):
     now, intervals, fails_at = 0.0, math.ceil(work / interval), draw.expovariate(1 / mtbf)
     left = intervals
     while True:
-        saved = min(left, int((fails_at - now) / (interval + checkpoint)))  # whole intervals until the next failure
+        # whole intervals until the next failure
+        saved = min(left, int((fails_at - now) / (interval + checkpoint)))
         now, left = now + saved * (interval + checkpoint), left - saved
         if left == 0:
             return intervals * interval / now
         now = fails_at
-        while (fails_at := now + draw.expovariate(1 / mtbf)) < now + restart:  # it fails again while it starts
+        # it fails again while it starts
+        while (fails_at := now + draw.expovariate(1 / mtbf)) < now + restart:
             now = fails_at
         now += restart

@@ -14,13 +14,16 @@ class Phrases:
     """The words of one JSON file.
 
     Args:
-        path: a file with "words", {English: Chinese}, and "patterns", {regular expression: Chinese, \\1 for a group}.
+        path: a file with "words", {English: Chinese}, and "patterns", {regular expression: Chinese,
+            \\1 for a group}.
     """
 
     def __init__(self, path):
         self.path, read = path, json.loads(path.read_text())
         self.words = read["words"]
-        self.patterns = [(re.compile(pattern), chinese) for pattern, chinese in read["patterns"].items()]
+        self.patterns = [
+            (re.compile(pattern), chinese) for pattern, chinese in read["patterns"].items()
+        ]
 
     def translate(self, text):
         """Return the Chinese of a cell or a label. Code, links, numbers and names of two capitals stay as they are.

@@ -1,7 +1,7 @@
 """Draw the pictures of docs/: python tools/book/pictures.py
 
-The numbers in the pictures are computed here, so that a test can compare them with the real collectives. The picture of
-a trace is drawn from a record.
+The numbers in the pictures are computed here, so that a test can compare them with the real
+collectives. The picture of a trace is drawn from a record.
 """
 
 import functools
@@ -27,7 +27,10 @@ from tools.book import chinese_figures
 from tools.book.step_model import Step, ring_seconds, step_seconds
 
 FIGURES = ROOT / "docs/figures"
-SOURCES = [ROOT / name for name in ("tools/book/pictures.py", "tools/book/step_model.py", "notebooks/charts.py")]
+SOURCES = [
+    ROOT / name
+    for name in ("tools/book/pictures.py", "tools/book/step_model.py", "notebooks/charts.py")
+]
 RANKS = 4
 RANK_COLORS = (BLUE, ORANGE, GREEN, PURPLE)
 INK, PALE = "#222222", "#F4F4F4"
@@ -65,8 +68,9 @@ def ring_rounds(values):
         values: int (n, n), a row per rank, a number per piece of its tensor.
 
     Returns:
-        List of 2 (n - 1) + 1 pairs; the first pair is the state before the first round. Each pair holds the values of
-        all ranks, int (n, n), and which of them were received in this round, bool (n, n).
+        List of 2 (n - 1) + 1 pairs; the first pair is the state before the first round. Each pair
+        holds the values of all ranks, int (n, n), and which of them were received in this round,
+        bool (n, n).
     """
     n = len(values)
     values, rounds = values.copy(), [(values, np.zeros((n, n), bool))]
@@ -116,7 +120,9 @@ def tint(color, strength):
 
 
 def box(ax, x, y, width, height, color, edge=None, **style):
-    patch = FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08", **style)
+    patch = FancyBboxPatch(
+        (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08", **style
+    )
     patch.set(facecolor=color, edgecolor=edge or color)
     ax.add_patch(patch)
 
@@ -126,8 +132,16 @@ def text(ax, x, y, words, size=10, **style):
 
 
 def arrow(ax, start, end, color=GREY, bend=0.0, style="-|>", **more):
-    options = {"mutation_scale": 12, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0, "color": color} | more
-    ax.add_patch(FancyArrowPatch(start, end, arrowstyle=style, connectionstyle=f"arc3,rad={bend}", **options))
+    options = {
+        "mutation_scale": 12,
+        "linewidth": 1.6,
+        "shrinkA": 0,
+        "shrinkB": 0,
+        "color": color,
+    } | more
+    ax.add_patch(
+        FancyArrowPatch(start, end, arrowstyle=style, connectionstyle=f"arc3,rad={bend}", **options)
+    )
 
 
 def grid(ax, x, y, values, color_of, received=None, cell=0.32, names=True):
@@ -138,13 +152,31 @@ def grid(ax, x, y, values, color_of, received=None, cell=0.32, names=True):
         received: bool array with the shape of values.
     """
     for (rank, piece), value in np.ndenumerate(values):
-        corner, color = (x + piece * cell, y + rank * cell), color_of(rank, piece) if value else "white"
-        ax.add_patch(Rectangle(corner, cell, cell, facecolor=color, edgecolor="white" if value else "#DDDDDD"))
+        corner, color = (
+            (x + piece * cell, y + rank * cell),
+            color_of(rank, piece) if value else "white",
+        )
+        ax.add_patch(
+            Rectangle(
+                corner, cell, cell, facecolor=color, edgecolor="white" if value else "#DDDDDD"
+            )
+        )
         if received is not None and received[rank, piece]:
-            ax.add_patch(Rectangle(corner, cell, cell, facecolor="none", edgecolor=ORANGE, linewidth=2.5, zorder=3))
+            ax.add_patch(
+                Rectangle(
+                    corner, cell, cell, facecolor="none", edgecolor=ORANGE, linewidth=2.5, zorder=3
+                )
+            )
         if value:
             dark = np.dot(to_rgb(color), (0.3, 0.6, 0.1)) < 0.5
-            text(ax, corner[0] + cell / 2, corner[1] + cell / 2, str(value), 9.5, color="white" if dark else INK)
+            text(
+                ax,
+                corner[0] + cell / 2,
+                corner[1] + cell / 2,
+                str(value),
+                9.5,
+                color="white" if dark else INK,
+            )
     for rank in range(len(values) if names else 0):
         text(ax, x - 0.08, y + (rank + 0.5) * cell, f"rank {rank}", 9, ha="right", color=GREY)
 
@@ -166,7 +198,9 @@ def draw_ranks(machines=2, processes=2):
         if local_rank == 0:
             box(ax, x, top, width, 2.2, PALE, "#CCCCCC")
             text(ax, x + 0.15, top + 0.26, f"machine {node}", 12, ha="left", weight="bold")
-            text(ax, x + width - 0.15, top + 0.26, f"node rank {node}", 10.5, ha="right", color=GREY)
+            text(
+                ax, x + width - 0.15, top + 0.26, f"node rank {node}", 10.5, ha="right", color=GREY
+            )
         x += 0.15 + local_rank * 1.58
         ax.plot([x + 0.735] * 2, [y + 1.55, line], color=GREY, linewidth=1.6, zorder=2)
         box(ax, x, y, 1.47, 1.55, tint(color, 0.2), color, linewidth=1.5)
@@ -174,14 +208,24 @@ def draw_ranks(machines=2, processes=2):
         text(ax, x + 0.735, y + 0.68, f"local rank {local_rank}", 10.5)
         box(ax, x + 0.235, y + 0.98, 1.0, 0.4, "white", color)
         text(ax, x + 0.735, y + 1.18, f"cuda:{local_rank}", 10.5)
-    ax.plot([left + 0.885, x + 0.735], [line, line], color=GREY, linewidth=3, solid_capstyle="round")
+    ax.plot(
+        [left + 0.885, x + 0.735], [line, line], color=GREY, linewidth=3, solid_capstyle="round"
+    )
     text(ax, 3.75, line - 0.17, "network", 9.5, color=GREY)
     ax.plot([left + 0.885] * 2, [line, line + 0.2], color=BLUE, linewidth=1.6, zorder=2)
     box(ax, left + 0.15, line + 0.2, 3.05, 0.58, "white", BLUE, linewidth=1.5)
     text(ax, left + 1.675, line + 0.37, "store, on the machine of rank 0,", 9.5)
     text(ax, left + 1.675, line + 0.6, "at MASTER_ADDR:MASTER_PORT", 9.5)
     text(ax, 7.05, line + 0.35, f"world size {machines * processes}", 13, ha="right", weight="bold")
-    text(ax, 7.05, line + 0.62, f"local world size {processes} on each machine", 9.5, ha="right", color=GREY)
+    text(
+        ax,
+        7.05,
+        line + 0.62,
+        f"local world size {processes} on each machine",
+        9.5,
+        ha="right",
+        color=GREY,
+    )
     return fig
 
 
@@ -198,7 +242,8 @@ def draw_collectives():
     def color_of(values, rank, piece):
         if values[rank, piece] == total[piece]:
             return GREY
-        source = np.argwhere(initial_values() == values[rank, piece])[0, 0]  # the rank that had this number at first
+        # the rank that had this number at first
+        source = np.argwhere(initial_values() == values[rank, piece])[0, 0]
         return tint(RANK_COLORS[source], 0.45)
 
     for k, (name, states) in enumerate(collectives().items()):
@@ -227,17 +272,38 @@ def draw_ring():
     counts = ring_rounds(np.ones((RANKS, RANKS), int))  # how many ranks each number is the sum of
     for k, (values, received) in enumerate(ring_rounds(initial_values())):
         row, column = divmod(k if k < RANKS else k + 1, RANKS)
-        x, y, shades = 0.75 + column * 1.78 - (column > 0) * 0.1, 0.75 + row * 2.02, 0.1 + 0.3 * (counts[k][0] - 1)
+        x, y, shades = (
+            0.75 + column * 1.78 - (column > 0) * 0.1,
+            0.75 + row * 2.02,
+            0.1 + 0.3 * (counts[k][0] - 1),
+        )
         text(ax, x + 0.64, y - 0.14, f"after round {k}" if k else "at first", 9.5, color=GREY)
-        grid(ax, x, y, values, lambda *at, shades=shades: tint(GREY, shades[at]), received, names=column == row)
+        grid(
+            ax,
+            x,
+            y,
+            values,
+            lambda *at, shades=shades: tint(GREY, shades[at]),
+            received,
+            names=column == row,
+        )
     title(
-        ax, 0.15, 0.22, "reduce-scatter", "in each round, each rank sends a piece to the next rank, which adds it", 7.27
+        ax,
+        0.15,
+        0.22,
+        "reduce-scatter",
+        "in each round, each rank sends a piece to the next rank, which adds it",
+        7.27,
     )
     title(ax, 0.15, 2.32, "all-gather", "each rank forwards a finished piece", 7.27)
     center, angles = np.array([0.95, 3.38]), 2 * np.pi * np.arange(RANKS) / RANKS - np.pi / 2
     spots = center + 0.5 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
     for rank, spot in enumerate(spots):
-        ax.add_patch(plt.Circle(spot, 0.19, facecolor=tint(GREY, 0.1), edgecolor=GREY, linewidth=1.5, zorder=2))
+        ax.add_patch(
+            plt.Circle(
+                spot, 0.19, facecolor=tint(GREY, 0.1), edgecolor=GREY, linewidth=1.5, zorder=2
+            )
+        )
         text(ax, *spot, str(rank), 11, zorder=3)
         arrow(ax, spot, spots[(rank + 1) % RANKS], ORANGE, shrinkA=15, shrinkB=15, bend=0.3)
     return fig
@@ -250,7 +316,8 @@ def draw_overlap():
     ready = tuple(forward.sum() + backward.cumsum())
     step = Step(ready, buckets=(0.5, 1.3, 1.3, 1.0), total=ready[-1] + update)
     all_reduce = functools.partial(ring_seconds, devices=RANKS, latency=0.02, bandwidth=1.5)
-    after = sent(step._replace(ready=(ready[-1],) * RANKS), all_reduce)  # all communication after backward
+    # all communication after backward
+    after = sent(step._replace(ready=(ready[-1],) * RANKS), all_reduce)
     seconds = [step_seconds(step, all_reduce, overlap) for overlap in (0.0, 1.0)]
 
     fig, ax = canvas(7.5, 3.55)
@@ -261,11 +328,15 @@ def draw_overlap():
         for (begin, end), name in zip(spans, names, strict=True):
             face = tint(color or RANK_COLORS[int(name) - 1], 0.25 if color else 0.45)
             corner, size = (left + begin * scale, y), (end - begin) * scale
-            ax.add_patch(Rectangle(corner, size, 0.38, facecolor=face, edgecolor="white", linewidth=1.5))
+            ax.add_patch(
+                Rectangle(corner, size, 0.38, facecolor=face, edgecolor="white", linewidth=1.5)
+            )
             text(ax, corner[0] + size / 2, y + 0.19, str(name), 10)
 
     def brace(y, begin, end, words):
-        arrow(ax, (left + begin * scale, y), (left + end * scale, y), style="<|-|>", mutation_scale=9)
+        arrow(
+            ax, (left + begin * scale, y), (left + end * scale, y), style="<|-|>", mutation_scale=9
+        )
         text(ax, left + (begin + end) / 2 * scale, y + 0.15, words, 9.5, color=GREY)
 
     rows = (
@@ -300,12 +371,23 @@ def draw_trace():
     for y, lane in ((0.35, "compute"), (0.8, "all-reduce")):
         ax.add_patch(Rectangle((left, y), right - left, 0.38, facecolor=PALE))
         text(ax, left - 0.08, y + 0.19, lane, 9.5, ha="right", color=GREY)
-    rows = (("forward", 0.35, BLUE), ("backward", 0.35, GREEN), ("optimizer", 0.35, GREY), ("all_reduce", 0.8, ORANGE))
+    rows = (
+        ("forward", 0.35, BLUE),
+        ("backward", 0.35, GREEN),
+        ("optimizer", 0.35, GREY),
+        ("all_reduce", 0.8, ORANGE),
+    )
     for name, y, color in rows:
         for begin, end in spans[name]:
             width = max(0.02, (end - begin) * scale)
             ax.add_patch(
-                Rectangle((left + begin * scale, y), width, 0.38, facecolor=tint(color, 0.45), edgecolor="white")
+                Rectangle(
+                    (left + begin * scale, y),
+                    width,
+                    0.38,
+                    facecolor=tint(color, 0.45),
+                    edgecolor="white",
+                )
             )
             if width > 0.09 * len(name) and name != "all_reduce":
                 text(ax, left + begin * scale + width / 2, y + 0.19, name, 9.5)
@@ -314,7 +396,12 @@ def draw_trace():
     return fig
 
 
-PICTURES = {"ranks": draw_ranks, "collectives": draw_collectives, "ring": draw_ring, "overlap": draw_overlap}
+PICTURES = {
+    "ranks": draw_ranks,
+    "collectives": draw_collectives,
+    "ring": draw_ring,
+    "overlap": draw_overlap,
+}
 PICTURES |= {"trace": draw_trace}
 
 
@@ -325,7 +412,8 @@ def fingerprint():
 
 
 def main():
-    plt.rcParams["figure.constrained_layout.use"] = False  # charts sets it; after savefig() it would hold here too
+    # charts sets it; after savefig() it would hold here too
+    plt.rcParams["figure.constrained_layout.use"] = False
     for name, draw in PICTURES.items():
         fig = draw()
         fig.savefig(FIGURES / f"{name}.png", metadata={"Software": None, "Source": fingerprint()})

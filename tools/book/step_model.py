@@ -1,6 +1,7 @@
 """Predict the duration of a data-parallel training step on N devices from measurements on one device.
 
-All times are in seconds, all sizes in bytes. notebooks/scaling.ipynb fits the prediction and shows its errors.
+All times are in seconds, all sizes in bytes. notebooks/scaling.ipynb fits the prediction and shows
+its errors.
 """
 
 import math
@@ -12,9 +13,9 @@ import numpy as np
 def ring_seconds(size, devices, latency, bandwidth):
     """Return the seconds of a ring all_reduce.
 
-    In each of 2 (N - 1) rounds, each device sends 1 / N of the tensor to the next device in the ring: in the first
-    half to add, in the second half to distribute the sums. Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
-    for clusters of workstations", 2009.
+    In each of 2 (N - 1) rounds, each device sends 1 / N of the tensor to the next device in the
+    ring: in the first half to add, in the second half to distribute the sums. Patarasuk and Yuan,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
     Args:
         size: bytes of the tensor.
@@ -44,10 +45,10 @@ class Cluster(NamedTuple):
 def cluster_seconds(size, devices, cluster):
     """Return the seconds of an all_reduce between GPUs of several nodes: those of a ring or of a tree, the shorter.
 
-    A ring sends each byte nearly twice through each link, and needs a hop per GPU. A tree needs hops for the GPUs of
-    one node and for the logarithm of the number of nodes, and reaches 90 % of the bandwidth. NCCL also estimates both
-    and takes the faster one (its src/graph/tuning.cc). The slowest link decides the bandwidth: a node's network cards,
-    or, within one node, its own links.
+    A ring sends each byte nearly twice through each link, and needs a hop per GPU. A tree needs
+    hops for the GPUs of one node and for the logarithm of the number of nodes, and reaches 90 % of
+    the bandwidth. NCCL also estimates both and takes the faster one (its src/graph/tuning.cc). The
+    slowest link decides the bandwidth: a node's network cards, or, within one node, its own links.
     """
     if devices == 1:
         return 0.0
@@ -65,7 +66,8 @@ def cluster_seconds(size, devices, cluster):
 def slowest(devices, spread):
     """Return how much longer than the average the slowest of N devices takes for a step.
 
-    The expected maximum of N normal variables is about sqrt(2 ln N) standard deviations above their mean.
+    The expected maximum of N normal variables is about sqrt(2 ln N) standard deviations above their
+    mean.
 
     Args:
         spread: standard deviation of the time of a step, as a share of its mean.
@@ -77,7 +79,9 @@ def cluster_efficiency(step, devices, cluster, spread, reference=1):
     """Return the speed per device on N devices, divided by the speed per device on `reference` devices."""
 
     def seconds(n):
-        return step_seconds(step, lambda size: cluster_seconds(size, n, cluster)) * slowest(n, spread)
+        return step_seconds(step, lambda size: cluster_seconds(size, n, cluster)) * slowest(
+            n, spread
+        )
 
     return seconds(reference) / seconds(devices)
 
@@ -85,8 +89,8 @@ def cluster_efficiency(step, devices, cluster, spread, reference=1):
 def fit_ring(ring, measured):
     """Fit the latency and the bandwidth of a ring to measured times.
 
-    The time is linear in the latency and in the seconds per byte. The fit minimizes relative errors, because the times
-    span orders of magnitude.
+    The time is linear in the latency and in the seconds per byte. The fit minimizes relative
+    errors, because the times span orders of magnitude.
 
     Args:
         ring: ring_seconds or shared_ring_seconds.
@@ -113,7 +117,8 @@ def nonnegative_least_squares(rows, target):
 class Step(NamedTuple):
     """A training step on one device without communication. Times are measured from the beginning of the step."""
 
-    ready: tuple  # seconds until the gradients of each bucket are ready, in order; the last bucket ends backward
+    # seconds until the gradients of each bucket are ready, in order; the last bucket ends backward
+    ready: tuple
     buckets: tuple  # bytes per bucket
     total: float  # seconds until the optimizer has updated the weights
 
@@ -122,12 +127,15 @@ class Step(NamedTuple):
         return Step(tuple(t * factor for t in self.ready), self.buckets, self.total * factor)
 
 
-SPREAD = 0.02  # of the time of a step between GPUs: chosen so that the model fits the published efficiencies
+# of the time of a step between GPUs: chosen so that the model fits the published efficiencies
+SPREAD = 0.02
 
 
 def published_efficiency(run):
     """Return what the model makes of a run in results/published.json, as a share."""
-    cluster = Cluster(run["gpus_per_node"], run["network_gbits"] * 1e9 / 8, run["inside_gbytes"] * 1e9)
+    cluster = Cluster(
+        run["gpus_per_node"], run["network_gbits"] * 1e9 / 8, run["inside_gbytes"] * 1e9
+    )
     step = even_step(run["seconds_per_step"], 4 * run["weights"])
     return cluster_efficiency(step, run["devices"], cluster, SPREAD, run["reference"])
 
@@ -139,7 +147,8 @@ def even_step(seconds, gradients, bucket=25 * 2**20, backward=2 / 3):
         seconds: float, of the whole step.
         gradients: bytes.
         bucket: bytes per bucket; DistributedDataParallel has 25 MiB.
-        backward: share of the step. It computes two gradients per layer, where the forward pass computes one output.
+        backward: share of the step. It computes two gradients per layer, where the forward pass
+            computes one output.
     """
     count = max(1, round(gradients / bucket))
     ready = (seconds * (1 - backward * (1 - k / count)) for k in range(1, count + 1))
@@ -152,8 +161,8 @@ def step_seconds(step, all_reduce, overlap=1.0):
     Args:
         step: Step.
         all_reduce: function from bytes to seconds.
-        overlap: fraction of the communication that can run during the backward pass. 1 if the network hardware sends by
-            itself, less if the device that computes also has to send.
+        overlap: fraction of the communication that can run during the backward pass. 1 if the
+            network hardware sends by itself, less if the device that computes also has to send.
     """
     end = 0.0
     for ready, size in zip(step.ready, step.buckets, strict=True):
@@ -169,7 +178,9 @@ def fit_overlap(measured):
     Args:
         measured: list of (step, all_reduce, seconds).
     """
-    rows = [(step_seconds(s, a, 1.0), step_seconds(s, a, 0.0), seconds) for s, a, seconds in measured]
+    rows = [
+        (step_seconds(s, a, 1.0), step_seconds(s, a, 0.0), seconds) for s, a, seconds in measured
+    ]
     gains = np.array([(sequential - hidden) / seconds for hidden, sequential, seconds in rows])
     target = np.array([(sequential - seconds) / seconds for hidden, sequential, seconds in rows])
     return float(np.clip(gains @ target / (gains @ gains), 0, 1)) if gains.any() else 1.0

@@ -108,12 +108,20 @@ def cifar10():
 
     def render(runs):
         epochs = sorted({run["epoch"] for run in runs})
-        rows = [("train, published", *(f"{acc:.1f}" for acc in published()["cifar10"]["runs"][0]["train_acc"]))]
+        rows = [
+            (
+                "train, published",
+                *(f"{acc:.1f}" for acc in published()["cifar10"]["runs"][0]["train_acc"]),
+            )
+        ]
         for name, key in (("train, here", "train_acc"), ("test, here", "test_acc")):
             values = [[run[key] for run in runs if run["epoch"] == epoch] for epoch in epochs]
             rows.append((name, *(f"{mean(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in values)))
         seeds = ", ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
-        return f"{table(('accuracy in % after epoch', *epochs), rows)}\n\nHere: seeds {seeds}, mean (range)."
+        return (
+            f"{table(('accuracy in % after epoch', *epochs), rows)}\n\nHere: seeds {seeds}, mean "
+            "(range)."
+        )
 
     return by_hardware(select(published_setting(), world_size=1), render)
 
@@ -128,18 +136,37 @@ def published_setting():
 
 def accuracy():
     """Make the table of CIFAR-10 by number of processes: tools/experiments.py accuracy."""
-    published_accuracy = {run["world_size"]: run["train_acc"][-1] for run in published()["cifar10"]["runs"]}
+    published_accuracy = {
+        run["world_size"]: run["train_acc"][-1] for run in published()["cifar10"]["runs"]
+    }
 
     def render(runs):
         last = [run[-1] for run in group(runs, "started", "command").values()]
         rows = []
-        for setting, seeds in sorted(group(last, "global_batch", "lr", "warmup_epochs", "world_size").items()):
+        for setting, seeds in sorted(
+            group(last, "global_batch", "lr", "warmup_epochs", "world_size").items()
+        ):
             (global_batch, lr, warmup, n), batch = setting, seeds[0]["batch_size"]
-            known = f"{published_accuracy[n]:.1f}" if batch == 256 and not warmup and n in published_accuracy else ""
-            train, test = (f"{mean(run[key] for run in seeds):.1f}" for key in ("train_acc", "test_acc"))
-            lr = f"{lr:g}" + (f", warmed up for {warmup:g} epoch{'s' * (warmup != 1)}" if warmup else "")
+            known = (
+                f"{published_accuracy[n]:.1f}"
+                if batch == 256 and not warmup and n in published_accuracy
+                else ""
+            )
+            train, test = (
+                f"{mean(run[key] for run in seeds):.1f}" for key in ("train_acc", "test_acc")
+            )
+            lr = f"{lr:g}" + (
+                f", warmed up for {warmup:g} epoch{'s' * (warmup != 1)}" if warmup else ""
+            )
             rows.append((f"{n} x {batch} = {global_batch}", lr, train, known, test, len(seeds)))
-        head = ("processes x images = global batch", "learning rate", "train (%)", "published (%)", "test (%)", "seeds")
+        head = (
+            "processes x images = global batch",
+            "learning rate",
+            "train (%)",
+            "published (%)",
+            "test (%)",
+            "seeds",
+        )
         return table(head, rows)
 
     return by_hardware(published_setting(), render)
@@ -147,12 +174,21 @@ def accuracy():
 
 def first_runs():
     """Make the table of the last epoch of every run in results/first_runs."""
-    head = ("command", "test accuracy", "last epoch took", "images/s", "waiting for data", "peak memory")
+    head = (
+        "command",
+        "test accuracy",
+        "last epoch took",
+        "images/s",
+        "waiting for data",
+        "peak memory",
+    )
 
     def render(runs):
         rows = [
             (
-                f"`{without_outputs(run['command'])}`", f"{run['test_acc']:.2f} %", f"{run['seconds']:.0f} s",
+                f"`{without_outputs(run['command'])}`", f"{run['test_acc']:.2f} %", (
+                    f"{run['seconds']:.0f} s"
+                ),
                 f"{run['images_per_second']:.0f}", f"{100 * run['data_wait_share']:.1f} %", peak_memory([run]),
             )
             for run in {run["started"]: run for run in runs}.values()
@@ -175,12 +211,20 @@ def input():
             rows.append((name, spread(speeds(same), ".0f"), ratio, peak_memory(same)))
         return table(head, rows)
 
-    return by_hardware(select(records("input"), bench="input"), lambda runs: by_command(runs, render))
+    return by_hardware(
+        select(records("input"), bench="input"), lambda runs: by_command(runs, render)
+    )
 
 
 def ddp():
     """Make the table of the cost and the speedup of DistributedDataParallel: tools/bench/ddp.py."""
-    head = ("processes x threads", "variant", "images/s, median (range)", "efficiency", "exposed communication")
+    head = (
+        "processes x threads",
+        "variant",
+        "images/s, median (range)",
+        "efficiency",
+        "exposed communication",
+    )
 
     def render(runs):
         variants, rows = group(runs, "world_size", "threads", "variant"), []
@@ -189,7 +233,13 @@ def ddp():
             no_sync, exposed = variants.get((processes, threads, "no_sync")), ""
             if no_sync and variant != "no_sync":
                 exposed = spread([1 - r for r in ratios(same, no_sync)], ".2f")
-            cells = f"{processes} x {threads}", variant, spread(speeds(same), ".0f"), spread(efficiency, ".2f"), exposed
+            cells = (
+                f"{processes} x {threads}",
+                variant,
+                spread(speeds(same), ".0f"),
+                spread(efficiency, ".2f"),
+                exposed,
+            )
             rows.append(cells)
         return table(head, rows)
 
@@ -209,7 +259,13 @@ def launch():
 
 def imagenet():
     """Make the table of the first and last epochs of every run in results/imagenet."""
-    head = ("command", "train loss", "test top-1, top-5", "images/s", "waiting for data, for gradients")
+    head = (
+        "command",
+        "train loss",
+        "test top-1, top-5",
+        "images/s",
+        "waiting for data, for gradients",
+    )
 
     def render(runs):
         rows = [
@@ -218,7 +274,10 @@ def imagenet():
                 f"{run[0]['train_loss']:.2f} -> {run[-1]['train_loss']:.2f}",
                 f"{run[-1]['test_acc']:.2f} %, {run[-1]['test_top5']:.2f} %",
                 f"{run[-1]['images_per_second']:.0f}",
-                f"{100 * run[-1]['data_wait_share']:.1f} %, {100 * run[-1]['communication_share']:.1f} %",
+                (
+                    f"{100 * run[-1]['data_wait_share']:.1f} %, "
+                    f"{100 * run[-1]['communication_share']:.1f} %"
+                ),
             )
             for run in group(runs, "started").values()
         ]
@@ -229,7 +288,12 @@ def imagenet():
 
 def train():
     """Make the table of the cost of 06 compared with the bare training step: tools/bench/train.py."""
-    head = ("run", "images/s, median (range)", "divided by the bare step (the classic loader)", "peak memory")
+    head = (
+        "run",
+        "images/s, median (range)",
+        "divided by the bare step (the classic loader)",
+        "peak memory",
+    )
 
     def render(runs):
         kinds, rows = group(runs, "run"), []
@@ -241,7 +305,10 @@ def train():
             100 * checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
             for without, saving in zip(kinds["dummy"], kinds["checkpoints"], strict=True)
         ]
-        return f"{table(head, rows)}\n\nA checkpoint every 100 steps costs {spread(costs, '.2f')} % of the time."
+        return (
+            f"{table(head, rows)}\n\nA checkpoint every 100 steps costs {spread(costs, '.2f')} % "
+            "of the time."
+        )
 
     return by_hardware(records("train"), lambda runs: by_command(runs, render))
 
@@ -254,23 +321,35 @@ def drill():
         rows = []
         for run in {run["drill"]: run for run in runs}.values():
             what, world = DRILLS[run["drill"]].__doc__, f"{run['before']} -> {run['after']}"
-            rows.append((f"`{run['drill']}`", what, run["steps_lost"], f"{run['seconds']:.1f} s", world))
-        setting = f"A checkpoint every {runs[-1]['checkpoint_every']} steps, --timeout {runs[-1]['timeout']}:"
-        return (
-            f"{setting}\n\n{table(('drill', 'what happens', 'steps lost', 'time to the next step', 'processes'), rows)}"
+            rows.append(
+                (f"`{run['drill']}`", what, run["steps_lost"], f"{run['seconds']:.1f} s", world)
+            )
+        setting = (
+            f"A checkpoint every {runs[-1]['checkpoint_every']} steps, --timeout "
+            f"{runs[-1]['timeout']}:"
         )
+        head = ("drill", "what happens", "steps lost", "time to the next step", "processes")
+        return f"{setting}\n\n{table(head, rows)}"
 
     return by_hardware(records("drill"), render)
 
 
 def votes():
     """Make the table of the cost of votes by number of ranks: tools/bench/ranks.py."""
-    head = ("ranks", "one vote", "cost, if in every step", "Votes are in every k-th step, k", "cost")
+    head = (
+        "ranks",
+        "one vote",
+        "cost, if in every step",
+        "Votes are in every k-th step, k",
+        "cost",
+    )
 
     def render(runs):
         rows = [
             (
-                run["ranks"], f"{1000 * run['vote_seconds']:.1f} ms", f"{100 * run['cost_every_step']:.2f} %",
+                run["ranks"], f"{1000 * run['vote_seconds']:.1f} ms", (
+                    f"{100 * run['cost_every_step']:.2f} %"
+                ),
                 run["every"], f"{100 * run['cost']:.2f} %",
             )
             for run in runs
@@ -305,20 +384,36 @@ def many_ranks():
 
 def recipes():
     """Make the table of the recipes: what each sets, and the accuracy that its authors published."""
-    head = ("recipe", "model", "parameters", "global batch", "`--lr`", "epochs", "published top-1 (%)", "top-5 (%)")
+    head = (
+        "recipe",
+        "model",
+        "parameters",
+        "global batch",
+        "`--lr`",
+        "epochs",
+        "published top-1 (%)",
+        "top-5 (%)",
+    )
     known, rows = published()["imagenet"]["recipes"], []
     for path in sorted((ROOT / "recipes").glob("*.args"), key=lambda path: known[path.stem][0]):
-        lines = (RecipeParser.convert_arg_line_to_args(None, line) for line in path.read_text().splitlines())
+        lines = (
+            RecipeParser.convert_arg_line_to_args(None, line)
+            for line in path.read_text().splitlines()
+        )
         flags = dict(itertools.pairwise(word for words in lines for word in words))
         if flags["--arch"].startswith("timm:"):
             with torch.device("meta"):  # without memory for the weights
-                model = importlib.import_module("timm").create_model(flags["--arch"].removeprefix("timm:"))
+                model = importlib.import_module("timm").create_model(
+                    flags["--arch"].removeprefix("timm:")
+                )
             count = sum(p.numel() for p in model.parameters())
         else:
             count = torchvision.models.get_model_weights(flags["--arch"]).DEFAULT.meta["num_params"]
         values = (flags[name] for name in ("--batch-size", "--lr", "--epochs"))
         name = f"[`{path.stem}`](../recipes/{path.name})"
-        rows.append((name, f"`{flags['--arch']}`", f"{count / 1e6:.1f} M", *values, *known[path.stem]))
+        rows.append(
+            (name, f"`{flags['--arch']}`", f"{count / 1e6:.1f} M", *values, *known[path.stem])
+        )
     return table(head, rows)
 
 
@@ -326,7 +421,10 @@ def flags():
     """Make the tables that translate the flags of other trainings."""
     blocks = []
     for name, pairs in translations.FLAGS.items():
-        rows = [(theirs, f"`{ours}`" if ours else "nothing: the folders say it") for theirs, ours in pairs]
+        rows = [
+            (theirs, f"`{ours}`" if ours else "nothing: the folders say it")
+            for theirs, ours in pairs
+        ]
         blocks.append(table((f"{name}", "`06_imagenet.py`"), rows))
     return "\n\n".join(blocks)
 
@@ -353,7 +451,13 @@ def finetune():
 
 def reencode():
     """Make the table of what re-encoding photographs gives: tools/bench/reencode.py."""
-    head = ("short side", "size of the images", "images per second and worker", "against the originals", "readings")
+    head = (
+        "short side",
+        "size of the images",
+        "images per second and worker",
+        "against the originals",
+        "readings",
+    )
 
     def render(readings):
         original = [r["images_per_second"] for r in select(readings, short_side=None)]
@@ -362,7 +466,9 @@ def reencode():
             speeds = [r["images_per_second"] for r in same]
             ratios = [a / b for a, b in zip(speeds, original, strict=True)]
             size = f"{same[0]['megabytes']:.0f} MB"
-            rows.append((side or "as it is", size, spread(speeds, ".0f"), spread(ratios, ".2f"), len(same)))
+            rows.append(
+                (side or "as it is", size, spread(speeds, ".0f"), spread(ratios, ".2f"), len(same))
+            )
         return table(head, rows)
 
     return by_hardware(records("reencode"), render)
@@ -380,7 +486,15 @@ def planning():
     for name, run in published()["scaling"].items():
         gpus = f"{run['devices']}, {run['gpus_per_node']} per node"
         calculated = step_model.published_efficiency(run)
-        rows.append((name, gpus, f"{run['network_gbits']} Gbit/s", f"{run['efficiency']:.0%}", f"{calculated:.0%}"))
+        rows.append(
+            (
+                name,
+                gpus,
+                f"{run['network_gbits']} Gbit/s",
+                f"{run['efficiency']:.0%}",
+                f"{calculated:.0%}",
+            )
+        )
     return table(("run", "GPUs", "network of a node", "published", "calculated"), rows)
 
 

@@ -4,13 +4,14 @@
     python tools/lab/drill.py worker hang     run some drills
     python tools/lab/drill.py --list          list the drills
 
-The hosts are network namespaces on this machine; this needs root. Three hosts train, started by launch/06_elastic.sh
-with one process per host; launch/store.py runs on a fourth host. Each host has its own disk for checkpoints, unless
---shared. A drill passes if the training continues by itself, from the newest checkpoint that was on all disks or from a
-newer one, and skips no training step.
+The hosts are network namespaces on this machine; this needs root. Three hosts train, started by
+launch/06_elastic.sh with one process per host; launch/store.py runs on a fourth host. Each host has
+its own disk for checkpoints, unless --shared. A drill passes if the training continues by itself,
+from the newest checkpoint that was on all disks or from a newer one, and skips no training step.
 
     steps lost    training steps that are repeated: the last step before the fault minus the step of the checkpoint.
-                  Can exceed --every if the newest checkpoint was not yet on disk; writing takes a few short steps
+                  Can exceed --every if the newest checkpoint was not yet on disk; writing takes a
+                  few short steps
     seconds       from the fault to the next training step
     processes     number of processes before the fault and after the recovery
 """
@@ -43,10 +44,22 @@ from tools.records import append
 
 PORT = 29400
 TRAINERS, STORE = 3, 3  # hosts 0 to 2 train, host 3 runs the store
-# A training step takes a tenth of a second on two cores, and there are more steps than all drills together need.
-TRAINING = "--dummy 1200 --image-size 16 --arch mnist_net --batch-size 24 --epochs 1000 --eval-every 0 --print-every 1"
-# Variables for launch/06_elastic.sh. The timeouts are too short for machines that save large checkpoints.
-SETTINGS = {"NODES": f"1:{TRAINERS}", "PROCESSES": 1, "RESTARTS": 1000, "PAUSE": 1, "INTERVAL": 1, "LAST_CALL": 4}
+# A training step takes a tenth of a second on two cores, and there are more steps than all drills
+# together need.
+TRAINING = (
+    "--dummy 1200 --image-size 16 --arch mnist_net --batch-size 24 --epochs 1000 --eval-every 0 "
+    "--print-every 1"
+)
+# Variables for launch/06_elastic.sh. The timeouts are too short for machines that save large
+# checkpoints.
+SETTINGS = {
+    "NODES": f"1:{TRAINERS}",
+    "PROCESSES": 1,
+    "RESTARTS": 1000,
+    "PAUSE": 1,
+    "INTERVAL": 1,
+    "LAST_CALL": 4,
+}
 SETTINGS |= {"OMP_NUM_THREADS": 1}
 TIMEOUT = 15  # seconds until a rank that does not answer counts as lost
 PATIENCE = 180  # seconds to wait for any event, on a machine that may be busy
@@ -79,10 +92,14 @@ class Job:
         settings: more variables for launch/06_elastic.sh.
     """
 
-    def __init__(self, hosts, folder, every=20, timeout=TIMEOUT, shared=False, flags=(), **settings):
+    def __init__(
+        self, hosts, folder, every=20, timeout=TIMEOUT, shared=False, flags=(), **settings
+    ):
         self.hosts, self.folder, self.every, self.shared = hosts, Path(folder), every, shared
         self.flags = [*TRAINING.split(), "--checkpoint-every", every, "--timeout", timeout, *flags]
-        self.settings = SETTINGS | {"STORE": f"{hosts.addresses[STORE]}:{PORT}", "JOB": "drill"} | settings
+        self.settings = (
+            SETTINGS | {"STORE": f"{hosts.addresses[STORE]}:{PORT}", "JOB": "drill"} | settings
+        )
         self.running = {}  # host: Popen of launch/06_elastic.sh
         self.lines = []  # output of all hosts: (time, host, line)
         self.steps = []  # training steps in this output: (time, step)
@@ -116,11 +133,20 @@ class Job:
             if not self.shared:
                 disk = self.folder / self.hosts.names[host]
                 disk.mkdir(exist_ok=True)
-                command = ["sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', disk, path, *command]
+                command = [
+                    "sh",
+                    "-c",
+                    'mount --bind "$0" "$1" && shift && exec "$@"',
+                    disk,
+                    path,
+                    *command,
+                ]
             self.running[host] = self._popen(host, *command)
 
     def _popen(self, host, *command):
-        process = self.hosts.popen(host, *command, variables=self.settings, stderr=subprocess.STDOUT)
+        process = self.hosts.popen(
+            host, *command, variables=self.settings, stderr=subprocess.STDOUT
+        )
         threading.Thread(target=self._read, args=(host, process.stdout), daemon=True).start()
         return process
 
@@ -145,9 +171,12 @@ class Job:
         self.steps.append((now, step))
 
     def _add_resumed(self, now, step):
-        # One step more than printed is correct: another host may save a step that rank 0, being killed, never printed.
+        # One step more than printed is correct: another host may save a step that rank 0, being
+        # killed, never printed.
         if step > self.position + 1:
-            self.mistakes.append(f"resumed after step {step}, although the last step was {self.position}")
+            self.mistakes.append(
+                f"resumed after step {step}, although the last step was {self.position}"
+            )
         self.resumed.append((now, step))
 
     @property
@@ -173,7 +202,9 @@ class Job:
 
     def host_of(self, rank):
         """Return the host on which a rank runs. Wait until the rank runs."""
-        hosts = within(PATIENCE, lambda: [host for host in self.running if rank in self.workers(host)])
+        hosts = within(
+            PATIENCE, lambda: [host for host in self.running if rank in self.workers(host)]
+        )
         if not hosts:
             raise DrillFailed(f"found no process of rank {rank} for {PATIENCE} s")
         return hosts[0]
@@ -198,7 +229,9 @@ class Job:
 
     def checkpoints(self):
         """Return the steps, in order, whose undamaged checkpoint is on all hosts that train."""
-        names = ["checkpoints"] if self.shared else [self.hosts.names[host] for host in self.running]
+        names = (
+            ["checkpoints"] if self.shared else [self.hosts.names[host] for host in self.running]
+        )
         steps = [
             {
                 int(path.stem[5:])
@@ -233,14 +266,22 @@ class Job:
         """Wait until condition() is true.
 
         Raises:
-            DrillFailed: timeout (the message contains the last lines of output), or a step was skipped.
+            DrillFailed: timeout (the message contains the last lines of output), or a step was
+                skipped.
         """
         with self.changed:
             if not self.changed.wait_for(lambda: self.mistakes or condition(), patience):
-                self.mistakes.append(f"timeout: waited {patience} s for {what}")  # the next wait fails at once
-                lines = [f"{self.hosts.names[host]}: {line}" for _, host, line in self.lines if is_informative(line)]
+                # the next wait fails at once
+                self.mistakes.append(f"timeout: waited {patience} s for {what}")
+                lines = [
+                    f"{self.hosts.names[host]}: {line}"
+                    for _, host, line in self.lines
+                    if is_informative(line)
+                ]
                 raise DrillFailed(
-                    "\n    ".join([f"timeout: waited {patience} s for {what}; last lines:", *lines[-30:]])
+                    "\n    ".join(
+                        [f"timeout: waited {patience} s for {what}; last lines:", *lines[-30:]]
+                    )
                 )
             self.check()
 
@@ -278,7 +319,8 @@ class Job:
             Recovery.
 
         Raises:
-            DrillFailed: the training does not continue, skips steps, or resumes from an old checkpoint.
+            DrillFailed: the training does not continue, skips steps, or resumes from an old
+                checkpoint.
         """
         self.safe = max(self.checkpoints(), default=0)
         before, resumed, begin = self.world, len(self.resumed), time.monotonic()
@@ -288,17 +330,32 @@ class Job:
         def has_recovered():
             since = self.resumed[-1][0] if resumes and len(self.resumed) > resumed else begin
             world_is_right = world is None or self.world == world
-            return world_is_right and (len(self.resumed) > resumed or not resumes) and self.steps[-1][0] > since
+            return (
+                world_is_right
+                and (len(self.resumed) > resumed or not resumes)
+                and self.steps[-1][0] > since
+            )
 
-        self.wait_for(has_recovered, f"the training to continue{f' with {world} processes' if world else ''}")
+        self.wait_for(
+            has_recovered, f"the training to continue{f' with {world} processes' if world else ''}"
+        )
         with self.changed:
             restarts = self.resumed[resumed:]
-            first = next(now for now, _ in self.steps if now > (restarts[0][0] if restarts else begin))
-            last = max((step for now, step in self.steps if now < restarts[0][0]), default=0) if restarts else 0
+            first = next(
+                now for now, _ in self.steps if now > (restarts[0][0] if restarts else begin)
+            )
+            last = (
+                max((step for now, step in self.steps if now < restarts[0][0]), default=0)
+                if restarts
+                else 0
+            )
             lost = max(0, last - min(step for _, step in restarts)) if restarts else 0
             recovery = Recovery(lost, first - begin, before, self.world)
             if (oldest := min((step for _, step in restarts), default=self.safe)) < self.safe:
-                self.mistakes.append(f"resumed after step {oldest}, although all hosts had a checkpoint of {self.safe}")
+                self.mistakes.append(
+                    f"resumed after step {oldest}, although all hosts had a checkpoint of "
+                    f"{self.safe}"
+                )
             self.check()
         return recovery
 
@@ -338,7 +395,8 @@ def ready(job):
     job.wait_for_checkpoint()
 
 
-# The drills. Each takes a Job that is ready and returns a Recovery. The docstrings appear in --list and in the book.
+# The drills. Each takes a Job that is ready and returns a Recovery. The docstrings appear in --list
+# and in the book.
 
 
 def drill_worker(job):
@@ -359,7 +417,9 @@ def drill_torchrun(job):
     def fault():
         job.kill_torchrun(host)
         if not within(10, lambda: not set(orphans) & set(job.hosts.pids(host))):
-            job.mistakes.append("a process of the killed torchrun was still running after ten seconds")
+            job.mistakes.append(
+                "a process of the killed torchrun was still running after ten seconds"
+            )
 
     return job.recover(fault, TRAINERS)
 
@@ -419,7 +479,8 @@ def drill_store(job):
 def drill_damage(job):
     """the newest checkpoint is damaged and a process killed: the checkpoint before it is used"""
     job.wait_for_checkpoint()
-    job.signal_worker(1, signal.SIGSTOP)  # the training stands still: a newer checkpoint would be used instead
+    # the training stands still: a newer checkpoint would be used instead
+    job.signal_worker(1, signal.SIGSTOP)
     time.sleep(1)  # until the other processes have written the last one
 
     def fault():
@@ -453,15 +514,34 @@ DRILLS = {name[6:]: drill for name, drill in list(globals().items()) if name.sta
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("drills", nargs="*", metavar="DRILL", help="drills to run (default: all)")
     add("--list", action="store_true", help="list the drills")
-    add("--every", type=whole_number(1), default=20, metavar="N", help="steps between checkpoints (default: 20)")
-    add("--kills", type=whole_number(1), default=20, metavar="N", help="processes to kill in `kills` (default: 20)")
+    add(
+        "--every",
+        type=whole_number(1),
+        default=20,
+        metavar="N",
+        help="steps between checkpoints (default: 20)",
+    )
+    add(
+        "--kills",
+        type=whole_number(1),
+        default=20,
+        metavar="N",
+        help="processes to kill in `kills` (default: 20)",
+    )
     add("--shared", action="store_true", help="let all hosts share one folder of checkpoints")
-    add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per drill to FILE")
+    add(
+        "--log-file",
+        type=output_file,
+        metavar="FILE",
+        help="append one JSON line per drill to FILE",
+    )
     args = parser.parse_args()
     if unknown := [name for name in args.drills if name not in DRILLS]:
         raise UserError(f"drill {unknown[0]!r}: expected {', '.join(DRILLS)}; see --list")
@@ -474,17 +554,25 @@ def main(args):
             print(f"{name:10} {drill.__doc__}")
         return 0
     if missing := hosts_module.missing():
-        raise UserError(f"{missing}: expected root on Linux with iproute2; sudo .venv/bin/python tools/lab/drill.py")
+        raise UserError(
+            f"{missing}: expected root on Linux with iproute2; sudo .venv/bin/python "
+            "tools/lab/drill.py"
+        )
     env = environment(torch.device("cpu"))
-    print(f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | a checkpoint every {args.every} steps")
+    print(
+        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | a checkpoint every "
+        f"{args.every} steps"
+    )
     print(f"{'drill':10} {'steps lost':>10} {'seconds':>8} {'processes':>10}")
     random.seed(0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through the hosts' __exit__, which cleans up
+    # exit through the hosts' __exit__, which cleans up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     failures = 0
     with contextlib.ExitStack() as stack:
         job = None
         for name in args.drills or DRILLS:
-            begin, load = time.monotonic(), os.getloadavg()[0]  # other programs on this machine slow the drills down
+            # other programs on this machine slow the drills down
+            begin, load = time.monotonic(), os.getloadavg()[0]
             try:
                 job = job or stack.enter_context(drilled(every=args.every, shared=args.shared))
                 ready(job)
@@ -492,7 +580,9 @@ def main(args):
                 recovery = DRILLS[name](job, args.kills) if name == "kills" else DRILLS[name](job)
                 outcome = dataclasses.asdict(recovery) | {"failed": None}
                 processes = f"{recovery.before} -> {recovery.after}"
-                line = f"{recovery.steps_lost:10} {recovery.seconds:8.1f} {processes:>10}   recovered"
+                line = (
+                    f"{recovery.steps_lost:10} {recovery.seconds:8.1f} {processes:>10}   recovered"
+                )
             except DrillFailed as error:
                 failures += 1
                 outcome = {"failed": str(error)}
@@ -500,7 +590,11 @@ def main(args):
                 job = None  # start the next drill on new hosts
                 stack.close()
             print(f"{name:10} {line}", flush=True)
-            write(args, name, outcome | {"drill_seconds": time.monotonic() - begin, "load": load} | env)
+            write(
+                args,
+                name,
+                outcome | {"drill_seconds": time.monotonic() - begin, "load": load} | env,
+            )
         if job:
             job.stop()
     return 1 if failures else 0
@@ -508,7 +602,12 @@ def main(args):
 
 def write(args, drill, measured):
     """Append one line to --log-file."""
-    record = {"drill": drill, "checkpoint_every": args.every, "shared": args.shared, "timeout": TIMEOUT}
+    record = {
+        "drill": drill,
+        "checkpoint_every": args.every,
+        "shared": args.shared,
+        "timeout": TIMEOUT,
+    }
     record |= {"kills": args.kills} if drill == "kills" else {}
     append(args.log_file, record | measured)
 

@@ -1,8 +1,8 @@
 """Simulate several hosts on this machine, to test and drill launches over a network.
 
-Each host is a network namespace with its own address. A bridge in another namespace connects the hosts, so the
-machine's own network does not change. A process on a host sees the host's name as hostname, and all hosts in
-/etc/hosts.
+Each host is a network namespace with its own address. A bridge in another namespace connects the
+hosts, so the machine's own network does not change. A process on a host sees the host's name as
+hostname, and all hosts in /etc/hosts.
 """
 
 import contextlib
@@ -19,9 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["ip", "nsenter", "unshare"]
 
-# Runs in the namespaces of a host: sets its name and its hosts file, then starts the command. A shell makes its
-# background jobs ignore Ctrl-C, and their children inherit this; --default-signal=INT undoes it.
-BECOME_HOST = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec env --default-signal=INT "$@"'
+# Runs in the namespaces of a host: sets its name and its hosts file, then starts the command. A
+# shell makes its background jobs ignore Ctrl-C, and their children inherit this;
+# --default-signal=INT undoes it.
+BECOME_HOST = (
+    'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec env --default-signal=INT "$@"'
+)
 
 
 def missing():
@@ -30,7 +33,12 @@ def missing():
         return "network namespaces need root"
     if absent := [command for command in COMMANDS if shutil.which(command) is None]:
         return f"not installed: {', '.join(absent)} (apt-get install iproute2 util-linux)"
-    if subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True).returncode != 0:
+    if (
+        subprocess.run(
+            ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True
+        ).returncode
+        != 0
+    ):
         return "this machine does not allow namespaces (unshare --net --uts --mount)"
     return None
 
@@ -57,7 +65,8 @@ class Hosts:
     counter = itertools.count()
 
     def __init__(self, count=2):
-        suffix = f"{os.getpid()}-{next(self.counter)}"  # several networks of hosts can exist at the same time
+        # several networks of hosts can exist at the same time
+        suffix = f"{os.getpid()}-{next(self.counter)}"
         self.names = [f"host{i}" for i in range(1, count + 1)]
         self.addresses = [f"10.77.0.{i}" for i in range(1, count + 1)]
         self.namespaces = [f"{name}-{suffix}" for name in self.names]
@@ -77,15 +86,34 @@ class Hosts:
 
     def _start(self):
         self.folder = tempfile.TemporaryDirectory()
-        lines = ["127.0.0.1 localhost", *map(" ".join, zip(self.addresses, self.names, strict=True))]
+        lines = [
+            "127.0.0.1 localhost",
+            *map(" ".join, zip(self.addresses, self.names, strict=True)),
+        ]
         Path(self.folder.name, "hosts").write_text("\n".join(lines) + "\n")
         ip("netns", "add", self.switch)
         ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
         ip("-n", self.switch, "link", "set", "bridge", "up")
-        for name, address, namespace in zip(self.names, self.addresses, self.namespaces, strict=True):
+        for name, address, namespace in zip(
+            self.names, self.addresses, self.namespaces, strict=True
+        ):
             ip("netns", "add", namespace)
-            # Create both ends in their namespaces, so that the machine itself gets no new interface.
-            ip("-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", name, "netns", self.switch)
+            # Create both ends in their namespaces, so that the machine itself gets no new
+            # interface.
+            ip(
+                "-n",
+                namespace,
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                name,
+                "netns",
+                self.switch,
+            )
             ip("-n", self.switch, "link", "set", name, "master", "bridge", "up")
             ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
             ip("-n", namespace, "link", "set", "eth0", "up")
@@ -109,8 +137,11 @@ class Hosts:
     def kill(self, host):
         """Kill all processes of a host. Its network stays up and resets their connections, as after a crash."""
         deadline, killed = time.monotonic() + 10, set()
-        # A process leaves the namespace when its first thread ends; another may still hold its ports.
-        while ((pids := self.pids(host)) or any(map(other_threads, killed))) and time.monotonic() < deadline:
+        # A process leaves the namespace when its first thread ends; another may still hold its
+        # ports.
+        while (
+            (pids := self.pids(host)) or any(map(other_threads, killed))
+        ) and time.monotonic() < deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -136,10 +167,22 @@ class Hosts:
             variables: dict of additional environment variables.
             options: more options of subprocess.Popen, which replace the defaults.
         """
-        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-        environment = os.environ | {"PATH": path} | {name: str(value) for name, value in (variables or {}).items()}
+        path = os.pathsep.join(
+            [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+        )
+        environment = (
+            os.environ
+            | {"PATH": path}
+            | {name: str(value) for name, value in (variables or {}).items()}
+        )
         defaults = {"cwd": ROOT, "env": environment, "start_new_session": True}
         defaults |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        enter = ["nsenter", f"--net=/run/netns/{self.namespaces[host]}", "unshare", "--uts", "--mount"]
+        enter = [
+            "nsenter",
+            f"--net=/run/netns/{self.namespaces[host]}",
+            "unshare",
+            "--uts",
+            "--mount",
+        ]
         become = ["sh", "-c", BECOME_HOST, "sh", self.names[host], f"{self.folder.name}/hosts"]
         return subprocess.Popen([*enter, *become, *map(str, command)], **(defaults | options))

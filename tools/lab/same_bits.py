@@ -32,13 +32,20 @@ def differences(one, other, place=""):
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [d for key in one for d in differences(one[key], other[key], f"{place}/{key}")]
     if isinstance(one, (list, tuple)) and len(one) == len(other):
-        return [d for k, pair in enumerate(zip(one, other, strict=True)) for d in differences(*pair, f"{place}/{k}")]
+        return [
+            d
+            for k, pair in enumerate(zip(one, other, strict=True))
+            for d in differences(*pair, f"{place}/{k}")
+        ]
     return [] if one == other else [place]
 
 
 def main():
     if len(sys.argv) != 3:
-        raise UserError("expected two folders: python tools/lab/same_bits.py checkpoints/whole checkpoints/killed")
+        raise UserError(
+            "expected two folders: python tools/lab/same_bits.py checkpoints/whole "
+            "checkpoints/killed"
+        )
     one, other = map(newest, sys.argv[1:])
     found = [place for part in PARTS for place in differences(one[part], other[part], part)]
     if found:

@@ -3,10 +3,10 @@
     sudo .venv/bin/python tools/lab/slurm_cluster.py srun --nodes=2 hostname    run a command on the cluster
     sudo .venv/bin/python tools/lab/slurm_cluster.py bash                       open a shell with srun and sbatch
 
-Each node is a slurmd with its own namespaces for the host name and the mounts. Its jobs see the node's name from
-`hostname` and all nodes in /etc/hosts, while the machine's own name and file do not change. The nodes claim more CPUs
-than the machine has, and tasks are not bound to CPUs. Timeouts are long enough for a busy machine: a node counts as
-lost after two minutes.
+Each node is a slurmd with its own namespaces for the host name and the mounts. Its jobs see the
+node's name from `hostname` and all nodes in /etc/hosts, while the machine's own name and file do
+not change. The nodes claim more CPUs than the machine has, and tasks are not bound to CPUs.
+Timeouts are long enough for a busy machine: a node counts as lost after two minutes.
 """
 
 import contextlib
@@ -25,8 +25,28 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ["slurmctld", "slurmd", "munged", "sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue", "unshare"]
-ENDED = ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"]
+COMMANDS = [
+    "slurmctld",
+    "slurmd",
+    "munged",
+    "sbatch",
+    "srun",
+    "scancel",
+    "scontrol",
+    "sinfo",
+    "squeue",
+    "unshare",
+]
+ENDED = [
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "TIMEOUT",
+]
 
 CONFIG = """\
 ClusterName=tests
@@ -69,14 +89,16 @@ PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 NODE = (
-    "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=64000 Gres=gpu:4 "
+    "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs={cpus} "
+    "RealMemory=64000 Gres=gpu:4 "
     "State=UNKNOWN\n"
 )
 
-# A cgroup would kill the processes that a task or a batch script leaves behind. Without cgroups, Slurm loses a process
-# whose parent was killed first, and waits for a minute if that process holds the task's output open. So TASK_EPILOG
-# kills them at the end of each task, and EPILOG at the end of each job, on each of its nodes. The launcher port
-# identifies a Slurm step on this machine; a batch script has no such port.
+# A cgroup would kill the processes that a task or a batch script leaves behind. Without cgroups,
+# Slurm loses a process whose parent was killed first, and waits for a minute if that process holds
+# the task's output open. So TASK_EPILOG kills them at the end of each task, and EPILOG at the end
+# of each job, on each of its nodes. The launcher port identifies a Slurm step on this machine; a
+# batch script has no such port.
 TASK_EPILOG = """\
 #!/bin/sh
 [ "$SLURM_STEP_LAUNCHER_PORT" ] || exit 0
@@ -138,8 +160,11 @@ class SlurmCluster:
         self.folder, self.nodes, self.cpus = Path(folder).resolve(), tuple(nodes), cpus
         self.conf = str(self.folder / "slurm.conf")
         self.daemons = {}  # name: Popen
-        self.namespaces = set()  # UTS namespaces of the nodes, to find the processes that run on them
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SRUN"))}
+        # UTS namespaces of the nodes, to find the processes that run on them
+        self.namespaces = set()
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SRUN"))
+        }
         path = os.pathsep.join([os.path.dirname(sys.executable), inherited.get("PATH", os.defpath)])
         self.env = inherited | {"SLURM_CONF": self.conf, "PATH": path}
 
@@ -161,16 +186,20 @@ class SlurmCluster:
         for name in ["state", "logs", *(f"spool/{node}" for node in self.nodes)]:
             (self.folder / name).mkdir(parents=True)
         port = free_ports(1 + len(self.nodes))
-        config = CONFIG.format(folder=self.folder, hostname=socket.gethostname().split(".")[0], port=port)
+        config = CONFIG.format(
+            folder=self.folder, hostname=socket.gethostname().split(".")[0], port=port
+        )
         hosts = Path("/etc/hosts").read_text().rstrip("\n") + "\n"
         for i, name in enumerate(self.nodes, start=1):
             config += NODE.format(name=name, address=f"127.0.1.{i}", port=port + i, cpus=self.cpus)
             hosts += f"127.0.1.{i} {name}\n"
         Path(self.conf).write_text(config)
         (self.folder / "hosts").write_text(hosts)
-        # Slurm detects the cgroup version even if it uses no cgroups, and exits if it cannot. So set it.
+        # Slurm detects the cgroup version even if it uses no cgroups, and exits if it cannot. So
+        # set it.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        # Four GPUs per node, which Slurm gives to jobs, although the machine may have none: /dev/null stands for each.
+        # Four GPUs per node, which Slurm gives to jobs, although the machine may have none:
+        # /dev/null stands for each.
         for k in range(4):
             (self.folder / f"nvidia{k}").symlink_to("/dev/null")
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/nvidia[0-3]\n")
@@ -183,7 +212,13 @@ class SlurmCluster:
 
     def _start(self):
         deadline = time.monotonic() + 30
-        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        files = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
         options = [f"--{option}={self.folder}/munge.{suffix}" for option, suffix in files.items()]
         self._start_daemon(
             "munged", "munged", "--foreground", "--force", *options
@@ -194,17 +229,27 @@ class SlurmCluster:
             node = ["sh", "-c", BECOME_NODE, "sh", name, str(self.folder / "hosts")]
             self._start_daemon(name, "unshare", "--uts", "--mount", *node)
         self._wait_until(lambda: self._states() == ["idle"] * len(self.nodes), deadline)
-        self.namespaces = {os.readlink(f"/proc/{self.daemons[name].pid}/ns/uts") for name in self.nodes}
+        self.namespaces = {
+            os.readlink(f"/proc/{self.daemons[name].pid}/ns/uts") for name in self.nodes
+        }
 
     def _start_daemon(self, name, *command):
         """Start a daemon in the foreground, as our child, in a new session that a terminal's Ctrl-C does not reach."""
         with open(self.folder / "logs" / name, "w") as log:
-            options = {"cwd": self.folder, "env": self.env, "start_new_session": True, "stdin": subprocess.DEVNULL}
+            options = {
+                "cwd": self.folder,
+                "env": self.env,
+                "start_new_session": True,
+                "stdin": subprocess.DEVNULL,
+            }
             self.daemons[name] = subprocess.Popen(command, stdout=log, stderr=log, **options)
 
     def _states(self):
-        with contextlib.suppress(subprocess.TimeoutExpired):  # sinfo waits if slurmctld does not answer
-            shown = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T", timeout=5)
+        # sinfo waits if slurmctld does not answer
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            shown = self.run(
+                "sinfo", "--noheader", "--Node", "--partition=main", "--format=%T", timeout=5
+            )
             return shown.stdout.split()
         return []
 
@@ -213,12 +258,17 @@ class SlurmCluster:
             return [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
 
         if not wait_until(lambda: ended() or condition(), deadline - time.monotonic()) or ended():
-            reason = f"{', '.join(ended())} ended" if ended() else "not all nodes were idle after 30 s"
+            reason = (
+                f"{', '.join(ended())} ended" if ended() else "not all nodes were idle after 30 s"
+            )
             raise RuntimeError(f"the Slurm cluster did not start: {reason}\n{self.logs()}")
 
     def logs(self, lines=15):
         """Return the last lines of each daemon's log, for an error message."""
-        tails = [(log.name, log.read_text().splitlines()[-lines:]) for log in sorted(self.folder.glob("logs/*"))]
+        tails = [
+            (log.name, log.read_text().splitlines()[-lines:])
+            for log in sorted(self.folder.glob("logs/*"))
+        ]
         return "\n".join("\n".join([f"--- {name}", *tail]) for name, tail in tails)
 
     def _stop(self):
@@ -243,7 +293,9 @@ class SlurmCluster:
         slurmstepd ignores SIGTERM and overwrites its environment, so it is found by its namespace.
         """
         remaining = [
-            pid for pid, namespace, env in self._processes() if namespace in self.namespaces or self._is_ours(env)
+            pid
+            for pid, namespace, env in self._processes()
+            if namespace in self.namespaces or self._is_ours(env)
         ]
         for pid in remaining:
             with contextlib.suppress(ProcessLookupError):
@@ -264,7 +316,9 @@ class SlurmCluster:
 
     def processes(self):
         """Return the pids of the running processes of jobs."""
-        return [pid for pid, _, env in self._processes() if self._is_ours(env) and "SLURM_JOB_ID" in env]
+        return [
+            pid for pid, _, env in self._processes() if self._is_ours(env) and "SLURM_JOB_ID" in env
+        ]
 
     def tasks(self):
         """Return the running processes that srun has started, and their children, as psutil.Process."""
@@ -277,20 +331,26 @@ class SlurmCluster:
         """Run a command such as srun or scontrol, and wait until it ends."""
         env = self.env | (env_extra or {})
         command = list(map(str, command))
-        return subprocess.run(command, timeout=timeout, cwd=cwd, env=env, capture_output=True, text=True)
+        return subprocess.run(
+            command, timeout=timeout, cwd=cwd, env=env, capture_output=True, text=True
+        )
 
     def popen(self, *command, cwd=ROOT, env_extra=None, **options):
         """Start a command in a new session, with pipes for its output by default."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
         env = self.env | (env_extra or {})
-        return subprocess.Popen(list(map(str, command)), cwd=cwd, env=env, start_new_session=True, **options)
+        return subprocess.Popen(
+            list(map(str, command)), cwd=cwd, env=env, start_new_session=True, **options
+        )
 
     def sbatch(self, script, *args, options=()):
         """Submit a script and return the job ID. output() returns the job's output."""
         arguments = [f"--output={self.folder}/job-%j.out", *options, script, *args]
         submitted = self.run("sbatch", "--parsable", *arguments)
         if submitted.returncode != 0:
-            raise RuntimeError(f"sbatch exited with {submitted.returncode}: {submitted.stderr.strip()}")
+            raise RuntimeError(
+                f"sbatch exited with {submitted.returncode}: {submitted.stderr.strip()}"
+            )
         return int(submitted.stdout)
 
     def show(self, job):
@@ -309,7 +369,9 @@ class SlurmCluster:
         """Wait until a job ends; return its state and its exit code, for example -15 if signal 15 ended it."""
         if not wait_until(lambda: self.show(job)["JobState"] in ENDED, timeout):
             shown = self.run("scontrol", "show", "job", job).stdout
-            raise TimeoutError(f"job {job} has not ended after {timeout} s:\n{shown}\n{self.output(job)}")
+            raise TimeoutError(
+                f"job {job} has not ended after {timeout} s:\n{shown}\n{self.output(job)}"
+            )
         shown = self.show(job)
         code, by_signal = map(int, shown["ExitCode"].split(":"))
         return shown["JobState"], -by_signal if by_signal else code
@@ -318,8 +380,11 @@ class SlurmCluster:
         """Start a requeued job now. By default, Slurm waits until the job's credentials have expired."""
         wait_until(lambda: self.show(job)["JobState"] in ["PENDING", *ENDED], timeout)
         if (state := self.show(job)["JobState"]) != "PENDING":
-            raise RuntimeError(f"job {job} is {state}, expected PENDING within {timeout} s:\n{self.output(job)}")
-        # Nodes refuse credentials that are not newer, in whole seconds, than the credentials they have revoked.
+            raise RuntimeError(
+                f"job {job} is {state}, expected PENDING within {timeout} s:\n{self.output(job)}"
+            )
+        # Nodes refuse credentials that are not newer, in whole seconds, than the credentials they
+        # have revoked.
         self.run("scontrol", "update", f"jobid={job}", "StartTime=now+2seconds")
 
     def cancel(self, job):
@@ -334,7 +399,9 @@ class SlurmCluster:
             return not self.run("squeue", "--noheader", timeout=timeout).stdout
 
         if not wait_until(empty, timeout):
-            raise TimeoutError(f"jobs remain {timeout} s after scancel:\n{self.run('squeue').stdout}")
+            raise TimeoutError(
+                f"jobs remain {timeout} s after scancel:\n{self.run('squeue').stdout}"
+            )
 
 
 def main():
@@ -346,7 +413,10 @@ def main():
         try:
             sys.exit(subprocess.run(sys.argv[1:], env=cluster.env, cwd=ROOT).returncode)
         except FileNotFoundError:
-            sys.exit(f"slurm_cluster.py: error: {sys.argv[1]!r} not found: expected a command such as srun or bash")
+            sys.exit(
+                f"slurm_cluster.py: error: {sys.argv[1]!r} not found: expected a command such as "
+                "srun or bash"
+            )
         except KeyboardInterrupt:
             sys.exit(130)
 

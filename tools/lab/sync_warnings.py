@@ -2,8 +2,8 @@
 
     python tools/lab/sync_warnings.py 06_imagenet.py --dummy 12800 --epochs 1
 
-It runs the script with torch.cuda.set_sync_debug_mode("warn"). A line that waits once per training step holds up the
-GPU; one that waits once per epoch or per printed line does not.
+It runs the script with torch.cuda.set_sync_debug_mode("warn"). A line that waits once per training
+step holds up the GPU; one that waits once per epoch or per printed line does not.
 """
 
 import collections

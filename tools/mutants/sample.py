@@ -4,8 +4,8 @@
     python tools/mutants/sample.py --faults 480 --seed 1 --output results/mutants/seed-1.jsonl
 
 A fault is noticed if a test fails twice that passes without it. The tests of a fault are those that
-execute its function, cheapest files first; tools/mutants/reached.py has recorded which these are.
-A fault that no test notices has survived: write a test, or delete the code, or, if the fault changes
+execute its function, cheapest files first; tools/mutants/reached.py has recorded which these are. A
+fault that no test notices has survived: write a test, or delete the code, or, if the fault changes
 nothing that anybody could see, say why in tools/mutants/explained.jsonl. With --output, the same
 command continues where it was stopped.
 """
@@ -32,7 +32,9 @@ FILES = ["0?_*.py", "common/*.py", "imagenet/*.py", "template/train.py", "launch
 FILES += ["tools/prepare_imagenet.py", "tools/records.py", "tools/steps.py", "tools/experiments.py"]
 EXPLAINED = ROOT / "tools/mutants/explained.jsonl"
 # Compares the rungs' sections with those of their parents, as text, and executes none of them
-COMPARES_RUNGS = "tests/test_ladder.py::test_a_step_is_small_and_leaves_the_other_sections_as_they_are"
+COMPARES_RUNGS = (
+    "tests/test_ladder.py::test_a_step_is_small_and_leaves_the_other_sections_as_they_are"
+)
 SURVIVED = "survived"
 NOT_REACHED = "not reached"  # no test executes the function
 UNNOTICED = (SURVIVED, NOT_REACHED)
@@ -49,7 +51,11 @@ def parse_args():
     add("--jobs", type=whole_number(1), default=2, metavar="N", help="faults at the same time")
     add("--seconds", type=number(above=0), default=240, metavar="X", help="of tests per fault")
     add("--output", metavar="FILE", help="append a JSON line per fault to FILE")
-    add("--again", action="store_true", help="try only what has survived in --output, after a change")
+    add(
+        "--again",
+        action="store_true",
+        help="try only what has survived in --output, after a change",
+    )
     return parser.parse_args()
 
 
@@ -57,7 +63,9 @@ def find_files(given):
     files = given or [str(p.relative_to(ROOT)) for glob in FILES for p in sorted(ROOT.glob(glob))]
     for file in files:
         if not (ROOT / file).is_file():
-            raise UserError(f"{file}: no such file; name files as they are called in the repository")
+            raise UserError(
+                f"{file}: no such file; name files as they are called in the repository"
+            )
     return [file for file in files if (ROOT / file).read_text().strip()]
 
 
@@ -212,7 +220,10 @@ def show(lines):
     table["all"] = sum(table.values(), Counter())
     print(f"{'file':32} faults  noticed  explained  survived")
     for file, row in table.items():
-        print(f"{file:32} {row.total():6} {row['noticed']:8} {row['explained']:10} {row['survived']:9}")
+        print(
+            f"{file:32} {row.total():6} {row['noticed']:8} {row['explained']:10} "
+            f"{row['survived']:9}"
+        )
 
 
 def read_record():

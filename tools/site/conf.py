@@ -1,7 +1,8 @@
 """Sphinx settings of the site: make site builds it twice, in English into site/ and in Chinese into site/zh/.
 
-The sources are the pages and notebooks as they stand in the repository. This file adds what Markdown does not say: the
-order of the pages, pages that show linked code, a search for Chinese words, and the language switch.
+The sources are the pages and notebooks as they stand in the repository. This file adds what
+Markdown does not say: the order of the pages, pages that show linked code, a search for Chinese
+words, and the language switch.
 """
 
 import html
@@ -34,7 +35,8 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_co
 smartquotes = False  # -- is a flag
 nb_execution_mode = "off"  # the notebooks are stored with their charts
 myst_heading_anchors = 6
-exclude_patterns = [".*", "data", "site", "checkpoints", "results/.*"]  # folders that are not searched for pages
+# folders that are not searched for pages
+exclude_patterns = [".*", "data", "site", "checkpoints", "results/.*"]
 templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -60,7 +62,9 @@ autodoc_member_order = "bysource"
 
 # The pages, in the order of docs/README.md
 
-README, CONTENTS, CONTRIBUTING = (ROOT / name for name in ("README.md", "docs/README.md", "CONTRIBUTING.md"))
+README, CONTENTS, CONTRIBUTING = (
+    ROOT / name for name in ("README.md", "docs/README.md", "CONTRIBUTING.md")
+)
 API, RESULTS = ROOT / "tools/site/api.md", ROOT / "results/README.md"  # in English on both sites
 linked = dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\)", CONTENTS.read_text()))
 GROUPS = {
@@ -86,8 +90,12 @@ def add_contents(app, name, source):
     """Give the first page the table of contents, and the notebooks of the Chinese site Chinese words and charts."""
     if name == root_doc:
         for captions, pages in GROUPS.items():
-            names = "\n".join([*(f"/{docname(page)}" for page in pages), *(["genindex"] if API in pages else [])])
-            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {captions[CHINESE]}\n{names}\n```\n"
+            names = "\n".join(
+                [*(f"/{docname(page)}" for page in pages), *(["genindex"] if API in pages else [])]
+            )
+            source[0] += (
+                f"\n```{{toctree}}\n:hidden:\n:caption: {captions[CHINESE]}\n{names}\n```\n"
+            )
     if CHINESE and name.startswith("notebooks/"):
         source[0] = translate_notebook(source[0], Path(name).name)
 
@@ -98,7 +106,8 @@ def add_contents(app, name, source):
 def in_other_language(name):
     """Return the address of a page in the other language, from the root of this language's site."""
     page = next((page for page in PAGES if docname(page) == name), None)
-    other = docname(page, not CHINESE) if page else name  # pages of code, and the search, have the same name
+    # pages of code, and the search, have the same name
+    other = docname(page, not CHINESE) if page else name
     return f"{OTHER_SITE}{other}.html"
 
 
@@ -134,7 +143,9 @@ class LinkFiles(SphinxPostTransform):
                     link = relative_uri(self.app.builder.get_target_uri(name), page)
                 else:
                     continue
-                node.replace_self(nodes.reference("", "", *node.children, refuri=link, internal=True))
+                node.replace_self(
+                    nodes.reference("", "", *node.children, refuri=link, internal=True)
+                )
 
 
 def files(folder):
@@ -147,12 +158,21 @@ def show_files(app):
     for path in sorted(app.shown_files):
         name = str(path.relative_to(ROOT))
         if path.is_dir():
-            links = (f'<li><a href="{path.name}/{p.name}.html">{html.escape(p.name)}</a></li>' for p in files(path))
+            links = (
+                f'<li><a href="{path.name}/{p.name}.html">{html.escape(p.name)}</a></li>'
+                for p in files(path)
+            )
             body = f"<ul>{''.join(links)}</ul>"
         else:
-            language = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}.get(path.suffix, "text")
+            language = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}.get(
+                path.suffix, "text"
+            )
             body = app.builder.highlighter.highlight_block(path.read_text(), language)
-        yield f"code/{name}", {"title": name, "body": f"<h1>{html.escape(name)}</h1>{body}"}, "page.html"
+        yield (
+            f"code/{name}",
+            {"title": name, "body": f"<h1>{html.escape(name)}</h1>{body}"},
+            "page.html",
+        )
 
 
 # Search
@@ -168,18 +188,22 @@ class IndexErrors(SphinxTransform):
             return
         for section in list(self.document.findall(nodes.section)):
             texts = [literal.astext() for literal in section[0].findall(nodes.literal)]
-            entries = [("single", text.replace(";", ","), section["ids"][0], "", None) for text in texts]
+            entries = [
+                ("single", text.replace(";", ","), section["ids"][0], "", None) for text in texts
+            ]
             section.insert(1, addnodes.index(entries=entries))
 
 
 class Chinese(SearchChinese):
     """Split Chinese text into words with jieba, and a query into words of the index.
 
-    The browser has no dictionary. It takes, from the left, the longest word of the query that the index has.
+    The browser has no dictionary. It takes, from the left, the longest word of the query that the
+    index has.
     """
 
     language_name = (
-        "English"  # of the stemmer that the browser runs; Sphinx 9 looks for one named Chinese, and has none
+        # of the stemmer that the browser runs; Sphinx 9 looks for one named Chinese, and has none
+        "English"
     )
     js_splitter_code = r"""
     var splitQuery = (query) => {

@@ -1,8 +1,9 @@
 """Log what a script of the ladder trains on. Python imports this file at startup if its folder is on PYTHONPATH.
 
-Each process appends to $PROBE/PID.jsonl the indices of every batch, every loss and, in evaluation, the sum of the
-batch norm statistics. Dropout is switched off: each rank draws its own random numbers, so results would depend on the
-world size. With PROBE_DTYPE=float64, the model computes in float64.
+Each process appends to $PROBE/PID.jsonl the indices of every batch, every loss and, in evaluation,
+the sum of the batch norm statistics. Dropout is switched off: each rank draws its own random
+numbers, so results would depend on the world size. With PROBE_DTYPE=float64, the model computes in
+float64.
 """
 
 import json
@@ -50,7 +51,10 @@ def convolve(self, images, weight, bias, original=torch.nn.Conv2d._conv_forward)
         return original(self, images, weight, bias)
     assert bias is None and self.groups == 1 and self.dilation == (1, 1)
     size, pad, stride = self.kernel_size, self.padding, self.stride
-    height, width = ((n + 2 * p - k) // s + 1 for n, p, k, s in zip(images.shape[2:], pad, size, stride, strict=True))
+    height, width = (
+        (n + 2 * p - k) // s + 1
+        for n, p, k, s in zip(images.shape[2:], pad, size, stride, strict=True)
+    )
     columns = torch.nn.functional.unfold(images, size, padding=pad, stride=stride).transpose(0, 1)
     outputs = weight.flatten(1) @ columns.reshape(columns.shape[0], -1)
     return outputs.view(-1, len(images), height, width).transpose(0, 1)
