@@ -1,4 +1,4 @@
-"""Set up torch.distributed under any launcher. Copy this file into your project; it needs only PyTorch (2.9 or newer).
+"""Set up torch.distributed under any launcher. Copy this file: it needs only PyTorch 2.9 or newer.
 
     from distributed import cleaned_up, setup_distributed
 
@@ -10,27 +10,29 @@
 
     main()
 
-The same script then runs under every launcher, and as `python train.py` with a world size of 1. The environment
-variables tell which launcher started it. The first match in this order wins:
+The same script then runs under every launcher, and as `python train.py` with a world size of 1. The
+environment variables tell which launcher started it. The first match in this order wins:
 
     torchrun   RANK, WORLD_SIZE and LOCAL_RANK
     mpirun     OMPI_COMM_WORLD_* (Open MPI), or PMI_* with MPI_LOCALRANKID (MPICH, Intel MPI)
-    srun       SLURM_STEP_*; the shell of an sbatch script is no step: there, SLURM_NTASKS is that of the whole job
-    nodes      RANK and WORLD_SIZE without LOCAL_RANK: Kubernetes PyTorchJob and SenseCore, which count machines
+    srun       SLURM_STEP_*; an sbatch script is no step, and its SLURM_NTASKS is that of the job
+    nodes      RANK and WORLD_SIZE alone, which count machines: Kubernetes PyTorchJob and SenseCore
     python     none of these
 
-torchrun and mpirun come before srun because processes they start in a Slurm step inherit its variables. Rank 0 listens
-at MASTER_ADDR:MASTER_PORT; under srun these default to the first host of the step and a port made from the job id.
-Afterwards the variables of torchrun, RANK to MASTER_PORT, are set under every launcher. A launch that cannot work
-raises LaunchError: what was found, what was expected, and the command that works. Let the launcher stop the other ranks
-when one fails: torchrun and mpirun do, srun with --kill-on-bad-exit=1.
+torchrun and mpirun come before srun because processes they start in a Slurm step inherit its
+variables. Rank 0 listens at MASTER_ADDR:MASTER_PORT; under srun these default to the first host of
+the step and a port made from the job id. Afterwards the variables of torchrun, RANK to MASTER_PORT,
+are set under every launcher. A launch that cannot work raises LaunchError. Let the launcher stop
+the other ranks when one fails: torchrun and mpirun do, srun with --kill-on-bad-exit=1.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import functools
 import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -42,44 +44,60 @@ import threading
 import time
 import traceback
 import zlib
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP imports it too; imported while a process group is open, it would keep the group alive
+import torch.distributed.nn  # DDP imports it; imported later, it would keep a process group alive
 
-TIMEOUT = datetime.timedelta(minutes=5)  # how long to wait for a missing rank, at startup and in every collective
-NETWORK_TIMEOUT = 10  # seconds until a host name that nobody knows is an error
-WARN_AFTER = 15  # seconds of waiting for other ranks
-PORTS = range(12000, 32000)  # for jobs that choose none; Linux gives ports above 32768 to outgoing connections
-ADDED = "SETUP_DISTRIBUTED_SET"  # this variable lists the others that setup_distributed() has added
-
-# Each launcher's names for rank, world size, local rank and local world size, and commands that set such names.
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-SCRIPT = os.path.basename(sys.argv[0]) or "train.py"
-COMMANDS = {"MASTER": "export MASTER_PORT=29500 on all machines, or unset it"}
-COMMANDS |= dict.fromkeys(["SLURM", "srun"], f"srun --ntasks=2 python {SCRIPT}")
-COMMANDS |= dict.fromkeys(["OMPI", "PMI", "MPI", "mpirun"], f"mpirun -n 2 python {SCRIPT}")
-COMMANDS |= dict.fromkeys(["RANK", "WORLD", "LOCAL"], f"torchrun --nproc-per-node=2 {SCRIPT}")
+TIMEOUT = datetime.timedelta(minutes=5)  # for a missing rank, at startup and in every collective
 
 log = logging.getLogger(__name__)
 
 
 class LaunchError(ValueError):
-    """The processes were started in a way that cannot work. The message is one line and names a command that works."""
+    """The processes were started in a way that cannot work.
 
-    one_line = True
+    Its one line says what was found, what was expected, and the command that works.
+    """
+
+    one_line = True  # in this tutorial, it is printed without a traceback
+
+    def __init__(self, found, expected, command):
+        super().__init__(found, expected, command)
+
+    def __str__(self):
+        found, expected, command = self.args
+        return f"{found}: expected {expected}; {command}"
+
+
+class Ranks(NamedTuple):
+    """The place of this process among the processes of its job, as its launcher says."""
+
+    rank: int  # 0 to world_size - 1
+    world_size: int
+    local_rank: int  # 0 to local_world_size - 1, on this machine
+    local_world_size: int | None  # None: unknown until all have joined
+
+
+class Address(NamedTuple):
+    """Where rank 0 listens, for which job. A launcher that names no job leaves it empty."""
+
+    host: str
+    port: int
+    job: str = ""
+
+    def __str__(self):
+        return f"{self.host}:{self.port}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:
-    """This process's place among the processes of its job."""
+    """The place of this process among the processes of its job."""
 
     rank: int  # 0 to world_size - 1; rank 0 prints and saves
-    local_rank: int  # 0 to local_world_size - 1, on this machine
     world_size: int
+    local_rank: int  # 0 to local_world_size - 1, on this machine
     local_world_size: int
     device: torch.device
     backend: str  # of the process group: "nccl", "gloo", ...
@@ -88,50 +106,54 @@ class Distributed:
 
 
 def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
-    """Choose this process's device and number of threads, join its job's process group, and return a Distributed.
+    """Choose this process's device, join its job's process group, and return a Distributed.
 
-    The backend is nccl for CUDA and gloo for CPUs unless one is given. Rank 0 listens at `port` unless MASTER_PORT is
-    set. `timeout`, a datetime.timedelta, is for missing ranks at startup and in every collective. LaunchError: the
-    processes were started in a way that cannot work.
+    The backend is nccl for CUDA and gloo for CPUs unless one is given. Rank 0 listens at `port`
+    unless MASTER_PORT is set. `timeout`, a datetime.timedelta, is for missing ranks at startup and
+    in every collective. LaunchError: the processes were started in a way that cannot work.
     """
     if dist.is_initialized():
-        raise LaunchError("setup_distributed() was called twice: expected one call; pass its result on")
-    launcher, rank, world_size, local_rank, local_world_size, address = find_launcher(port)
-    device = setup_device(local_rank, local_world_size or local_rank + 1)
+        raise LaunchError("setup_distributed() was called twice", "one call", "pass its result on")
+    environment = original_environment()
+    launcher, ranks = find_launcher(environment)
+    check_processes(launcher, environment)
+    address = find_address(launcher, ranks, environment, port)
+
+    least = ranks.local_rank + 1  # there are at least so many processes on this machine
+    device = setup_device(ranks.local_rank, ranks.local_world_size or least, environment)
     if backend == "nccl" and device.type != "cuda":
-        raise LaunchError("backend='nccl' needs GPUs and this process sees none: leave it out, or say backend='gloo'")
+        found = "backend='nccl', and this process sees no GPU"
+        raise LaunchError(found, "a GPU, or gloo", "leave it out, or say backend='gloo'")
     backend = backend or dist.get_default_backend_for_device(device)
-    # Connect NCCL now: its errors are harder to read in the first collective.
-    device_id = device if device.type != "cpu" and backend != "gloo" else None
-    store = dist.HashStore() if world_size == 1 else None  # None: the store of torchrun
+
+    store = dist.HashStore() if ranks.world_size == 1 else None  # None: torchrun's own store
     if address:
-        store = rendezvous(address, rank, world_size, timeout, device)
-        if local_world_size is None:
-            local_world_size = store.add(f"ranks on {socket.gethostname()}", 0)
-            setup_device(local_rank, local_world_size)  # again, now that the number of processes here is known
-    _set_variables((rank, world_size, local_rank, local_world_size), address)
-    group = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout, "device_id": device_id}
-    dist.init_process_group(backend=backend, **group)
-    return Distributed(rank, local_rank, world_size, local_world_size, device, backend, launcher)
+        store = rendezvous(address, ranks.rank, ranks.world_size, timeout, device)
+        if ranks.local_world_size is None:  # now that all have joined, count them
+            ranks = ranks._replace(local_world_size=count_ranks_here(store))
+            setup_device(ranks.local_rank, ranks.local_world_size, environment)
+    set_variables(ranks, address, environment)
+
+    # With a device_id, NCCL connects now: its errors are harder to read in the first collective.
+    device_id = None if device.type == "cpu" or backend == "gloo" else device
+    group = {"rank": ranks.rank, "world_size": ranks.world_size, "store": store}
+    dist.init_process_group(backend=backend, timeout=timeout, device_id=device_id, **group)
+    return Distributed(*ranks, device, backend, launcher)
 
 
 @contextlib.contextmanager
 def cleaned_up():
     """Destroy the process group when the block, or the decorated function, ends.
 
-    After an error in a world of several processes, print it and exit at once: destroying the group could wait for ranks
-    that wait for this one. Code that handles errors in another way belongs inside the block.
+    After an error in a world of several processes, print it and exit at once: destroying the group
+    could wait for ranks that wait for this one. Code that handles errors in another way belongs
+    inside the block.
     """
     try:
         yield
     except BaseException as error:
         if dist.is_initialized() and dist.get_world_size() > 1:
-            code = (error.code or 0) if isinstance(error, SystemExit) else None
-            if not isinstance(code, int):
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code if isinstance(code, int) else 1)
+            end_process(error)
         traceback.clear_frames(error.__traceback__)  # they hold the model, which holds the group
         raise
     finally:
@@ -147,296 +169,513 @@ def sum_over_ranks(tensor):
     return total
 
 
-def find_launcher(port=None):
-    """Return (launcher, rank, world_size, local_rank, local_world_size, address).
+# Who started this process
 
-    `port` is where rank 0 listens, unless MASTER_PORT is set. The local world size is None if unknown, and the address
-    is None if no rendezvous is needed: one rank, or torchrun's store. LaunchError: variables are missing or wrong, or
-    were set for the parent process.
-    """
-    env = _environment()
-    given = [name for name in TORCHRUN[:3] if name in env]
-    is_mpich = MPICH[0] in env and (MPICH[2] in env or SLURM[1] not in env)  # srun may set PMI_RANK alone
-    if len(given) == 3:
-        launcher, ranks = "torchrun", _read_ranks(TORCHRUN)
-    elif OPEN_MPI[0] in env or is_mpich:
-        launcher, ranks = "mpirun", _read_ranks(OPEN_MPI if OPEN_MPI[0] in env else MPICH)
-    elif SLURM[1] in env:
-        launcher, ranks = "srun", _read_ranks(SLURM)
-    elif given == ["RANK", "WORLD_SIZE"]:
-        n = _read_number("WORLD_SIZE", 1)
-        launcher, ranks = "nodes", (_read_number("RANK", 0, n - 1), n, 0, 1)
-    elif given:
-        missing = " and ".join(name for name in TORCHRUN[:3] if name not in env)
-        found = f"{' and '.join(given)} set without {missing}"
-        raise LaunchError(f"{found}: expected all three, or none; {COMMANDS['RANK']}")
+SCRIPT = os.path.basename(sys.argv[0]) or "train.py"
+TORCHRUN = f"torchrun --nproc-per-node=2 {SCRIPT}"  # commands that work, for messages
+MPIRUN = f"mpirun -n 2 python {SCRIPT}"
+SRUN = f"srun --ntasks=2 python {SCRIPT}"
+
+
+def find_launcher(environment):
+    """Return the name of the launcher that started this process, and the Ranks that it set."""
+    for name, read in LAUNCHERS.items():
+        if ranks := read(environment):
+            return name, ranks
+    return "python", Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def read_torchrun(environment):
+    """Return the Ranks of torchrun, or of somebody who sets its variables by hand, or None."""
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environment.keys():
+        return None
+    number = functools.partial(read_number, environment, TORCHRUN)
+    n = number("WORLD_SIZE", 1)
+    local_n = 1 if n == 1 else None
+    if "LOCAL_WORLD_SIZE" in environment:  # people who set the others by hand forget this one
+        local_n = number("LOCAL_WORLD_SIZE", 1, n)
+    return Ranks(number("RANK", 0, n - 1), n, number("LOCAL_RANK", 0, (local_n or n) - 1), local_n)
+
+
+def read_mpirun(environment):
+    """Return the Ranks of Open MPI, MPICH or Intel MPI, or None."""
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    elif "PMI_RANK" in environment:
+        names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+        if "MPI_LOCALRANKID" not in environment and "SLURM_STEP_NUM_TASKS" in environment:
+            return None  # srun may set PMI_RANK alone
     else:
-        launcher, ranks = "python", (0, 1, 0, 1)
-        if multiprocessing.parent_process():
-            log.warning("running as one process: the process that spawned this one has not set RANK and the like")
-        if env.get("SLURM_NTASKS", "1") != "1":
-            log.warning("running as one process, though SLURM_NTASKS=%s: srun python %s", env["SLURM_NTASKS"], SCRIPT)
-    _check_processes(launcher)
-    needs_none = ranks[1] == 1 or (launcher == "torchrun" and dist.is_torchelastic_launched())
-    return launcher, *ranks, None if needs_none else _address(launcher, ranks, port)
+        return None
+    number = functools.partial(read_number, environment, MPIRUN)
+    n = number(names[1], 1)
+    local_n = number(names[3], 1, n)
+    return Ranks(number(names[0], 0, n - 1), n, number(names[2], 0, local_n - 1), local_n)
 
 
-def _environment():
-    """Return os.environ without what setup_distributed() has added, here or in a process that started this one."""
-    added = dict(item.split("=", 1) for item in os.environ.get(ADDED, "").split())
-    if any(os.environ.get(name) != added[name] for name in TORCHRUN[:3] if name in added):  # somebody set new ranks
-        added = {name: value for name, value in added.items() if name == TORCHRUN[3]}
-    return {name: value for name, value in os.environ.items() if added.get(name) != value}
+def read_srun(environment):
+    """Return the Ranks of a task of a Slurm step, or None."""
+    if "SLURM_STEP_NUM_TASKS" not in environment:
+        return None
+    number = functools.partial(read_number, environment, SRUN)
+    n = number("SLURM_STEP_NUM_TASKS", 1)
+    local_n = slurm_tasks_here(environment)
+    local_rank = number("SLURM_LOCALID", 0, local_n - 1)
+    return Ranks(number("SLURM_PROCID", 0, n - 1), n, local_rank, local_n)
 
 
-def _set_variables(ranks, address):
-    """Set the variables that torchrun would set, and remember which of them are new."""
-    env = _environment()
-    host, port = address[:2] if address else (env.get("MASTER_ADDR", "127.0.0.1"), env.get("MASTER_PORT", free_port()))
-    values = dict(zip((*TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), map(str, (*ranks, host, port)), strict=True))
-    new = [f"{name}={value}" for name, value in values.items() if env.get(name) != value]
-    os.environ.update(values | {ADDED: " ".join(new)})
+def read_nodes(environment):
+    """Return the Ranks of variables that count machines, with one process on each, or None."""
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+    given = [name for name in names if name in environment]
+    if not given:
+        return None
+    if given != ["RANK", "WORLD_SIZE"]:
+        missing = [name for name in names if name not in environment]
+        found = f"{' and '.join(given)} set without {' and '.join(missing)}"
+        raise LaunchError(found, "all three, or none", TORCHRUN)
+    n = read_number(environment, TORCHRUN, "WORLD_SIZE", 1)
+    return Ranks(read_number(environment, TORCHRUN, "RANK", 0, n - 1), n, 0, 1)
 
 
-def _read_ranks(names):
-    """Return (rank, world size, local rank, local world size) from these variables. The last is None if unknown."""
-    n = _read_number(names[1], 1)
-    here = 1 if n == 1 else None
-    if names == SLURM:
-        here = slurm_tasks_here()
-    elif names != TORCHRUN or names[3] in _environment():  # people who set torchrun's variables by hand forget this one
-        here = _read_number(names[3], 1, n)
-    return _read_number(names[0], 0, n - 1), n, _read_number(names[2], 0, (here or n) - 1), here
+LAUNCHERS = {  # the table at the top of this file
+    "torchrun": read_torchrun,
+    "mpirun": read_mpirun,
+    "srun": read_srun,
+    "nodes": read_nodes,
+}
 
 
-def _read_number(name, least=0, most=None):
-    """Return a whole number from an environment variable, or raise LaunchError."""
-    text = _environment().get(name, "(not set)")
+def read_number(environment, command, name, least=0, most=None):
+    """Return a whole number from a variable. LaunchError: none; `command` sets it rightly."""
+    text = environment.get(name, "(not set)")
     number = int(text) if re.fullmatch("[0-9]{1,18}", text) else -1
     if number < least or (most is not None and number > most):
         limits = f"of {least} or more" if most is None else f"from {least} to {most}"
-        raise LaunchError(f"{name}={text}: expected a whole number {limits}; {COMMANDS[name.split('_')[0]]}")
+        raise LaunchError(f"{name}={text}", f"a whole number {limits}", command)
     return number
 
 
-def _check_processes(launcher):
+# The variables that setup_distributed() adds
+
+ADDED = "SETUP_DISTRIBUTED_SET"  # lists them
+
+
+def original_environment():
+    """Return os.environ without what setup_distributed() added, here or in a parent process."""
+    added = dict(item.split("=", 1) for item in os.environ.get(ADDED, "").split())
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if name in added and os.environ.get(name) != added[name]:
+            # Somebody has set new ranks for this process: they and the address of the parent hold.
+            added = {key: value for key, value in added.items() if key == "LOCAL_WORLD_SIZE"}
+    return {name: value for name, value in os.environ.items() if added.get(name) != value}
+
+
+def set_variables(ranks, address, environment):
+    """Set the variables that torchrun would set, and list in ADDED which of them are new."""
+    if address:
+        host, port = address.host, address.port
+    else:  # torchrun has set both; one process alone needs neither, but a library may read them
+        host = environment.get("MASTER_ADDR", "127.0.0.1")
+        port = environment.get("MASTER_PORT") or free_port()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    added = []
+    for name, value in zip(names, (*ranks, host, port), strict=True):
+        os.environ[name] = str(value)
+        if environment.get(name) != str(value):
+            added.append(f"{name}={value}")
+    os.environ[ADDED] = " ".join(added)
+
+
+# Which launches cannot work
+
+
+def check_processes(launcher, environment):
     """Raise LaunchError if several processes would claim one rank, or processes are missing."""
-    if multiprocessing.parent_process() and launcher in ("srun", "mpirun"):
-        found = f"{launcher} has started a script that starts processes itself, and all would claim one rank"
-        raise LaunchError(f"{found}: expected one of the two; {COMMANDS[launcher]}, without spawning")
-    if launcher == "torchrun" and dist.is_torchelastic_launched() and SLURM[1] in os.environ:
-        tasks, nodes = _read_number(SLURM[1], 1), _read_number("SLURM_STEP_NUM_NODES", 1)
-        if tasks > nodes:
-            found = f"{SLURM[1]}={tasks}: srun has started {tasks} tasks with a torchrun on {nodes} machine(s)"
-            raise LaunchError(f"{found}, expected one on each; srun --ntasks={nodes} --ntasks-per-node=1 torchrun ...")
-        if nodes > 1 and os.environ.get("GROUP_WORLD_SIZE") == "1" and os.environ["LOCAL_RANK"] == "0":
-            log.warning("each of %d machines trains alone: for one run of all, torchrun --nnodes=%d", nodes, nodes)
+    is_spawned = multiprocessing.parent_process() is not None
+    if launcher in ("srun", "mpirun") and is_spawned:
+        found = f"{launcher} has started a script that starts processes itself"
+        command = SRUN if launcher == "srun" else MPIRUN
+        found += ", and all would claim one rank"
+        raise LaunchError(found, "one of the two", f"{command}, without spawning")
+    if launcher == "torchrun":
+        check_torchruns(environment)
     if launcher == "nodes":
-        per_pod = os.environ.get("PET_NPROC_PER_NODE", "")  # of PyTorchJob, whose WORLD_SIZE counts processes
-        each = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
-        if each > 1:
-            found = f"RANK without LOCAL_RANK counts machines, and this one should run {each} processes"
-            fix = f"torchrun --nnodes={'$PET_NNODES' if per_pod else '$WORLD_SIZE'} --node-rank=$RANK --nproc-per-node="
-            fix += f"{each} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT {SCRIPT}"
-            raise LaunchError(f"{found}: expected torchrun; {fix}")
+        check_machine(environment)
+    if launcher == "python" and is_spawned:
+        parent = "the process that spawned this one has not set RANK and the like"
+        log.warning("running as one process: %s", parent)
+    tasks = environment.get("SLURM_NTASKS", "1")
+    if launcher == "python" and tasks != "1":
+        log.warning("running as one process, though SLURM_NTASKS=%s: srun python %s", tasks, SCRIPT)
 
 
-def setup_device(local_rank, local_world_size):
-    """Set the number of threads, and return this process's GPU, made the current one, or else the CPU.
+def check_torchruns(environment):
+    """Raise LaunchError if srun has started several torchruns on one machine."""
+    if not {"TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
+        return
+    tasks = read_number(environment, SRUN, "SLURM_STEP_NUM_TASKS", 1)
+    nodes = read_number(environment, SRUN, "SLURM_STEP_NUM_NODES", 1)
+    if tasks > nodes:
+        found = f"srun has started {tasks} tasks with a torchrun on {nodes} machine(s)"
+        command = f"srun --ntasks={nodes} --ntasks-per-node=1 torchrun ..."
+        raise LaunchError(f"SLURM_STEP_NUM_TASKS={tasks}: {found}", "one on each", command)
+    is_alone = environment.get("GROUP_WORLD_SIZE") == "1"
+    if nodes > 1 and is_alone and environment["LOCAL_RANK"] == "0":
+        command = f"torchrun --nnodes={nodes}"
+        log.warning("each of %d machines trains alone: for one run of all, %s", nodes, command)
 
-    A process that sees one GPU takes it whatever its local rank: Slurm, for one, can bind a GPU to each task. Other
-    accelerators with a backend of their own are treated like GPUs; that has not been tried. Apple's mps has no backend,
-    so the CPU is used. Threads share the cores, unless OMP_NUM_THREADS is set. LaunchError: more processes than GPUs.
+
+def check_machine(environment):
+    """Raise LaunchError if variables count machines, and this one should run several processes."""
+    # PyTorchJob sets it; there, WORLD_SIZE counts processes.
+    per_pod = environment.get("PET_NPROC_PER_NODE", "")
+    n = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
+    if n > 1:
+        found = f"RANK without LOCAL_RANK counts machines, and this one should run {n} processes"
+        nodes = "$PET_NNODES" if per_pod else "$WORLD_SIZE"
+        command = f"torchrun --nnodes={nodes} --node-rank=$RANK --nproc-per-node={n}"
+        command += f" --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT {SCRIPT}"
+        raise LaunchError(found, "torchrun", command)
+
+
+# Which device
+
+
+def setup_device(local_rank, local_world_size, environment=None):
+    """Set the number of threads, and return this process's GPU, made the current one, or the CPU.
+
+    A process that sees one GPU takes it whatever its local rank: Slurm, for one, can bind a GPU to
+    each task. Other accelerators with a backend of their own are treated like GPUs; that has not
+    been tried. Apple's mps has no backend, so the CPU is used. Threads share the cores, unless
+    OMP_NUM_THREADS is set. LaunchError: more processes than GPUs.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cores_per_process(local_world_size))
-    kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    if environment is None:
+        environment = original_environment()
+    if "OMP_NUM_THREADS" not in environment:
+        torch.set_num_threads(cores_per_process(local_world_size, environment))
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator().type
     if dist.Backend.default_device_backend_map.get(kind, "gloo") == "gloo":
         return torch.device("cpu")
-    count, visible = torch.accelerator.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    # torchrun assigns no GPUs: what its environment says as well is for all of its workers.
-    has_own_gpu = count == 1 and not (dist.is_torchelastic_launched() and visible == _parents_gpus())
-    names = _environment().keys()
-    is_task = {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= names and not {"LOCAL_RANK", OPEN_MPI[0]} & names
-    if is_task and count > local_world_size == slurm_tasks_here() == 1:
-        found = f"one Slurm task with {count} GPUs, of which this process would use one"
-        commands = f"srun --ntasks-per-node={count} python {SCRIPT}, or srun torchrun --nproc-per-node={count} {SCRIPT}"
-        commands += "; for one GPU alone, export CUDA_VISIBLE_DEVICES=0"
-        raise LaunchError(f"{found}: expected one task per GPU, or torchrun in the task; {commands}")
-    if local_world_size > count and not has_own_gpu:
-        visible = "" if visible is None else f" in CUDA_VISIBLE_DEVICES={visible}"
-        found = f"{local_world_size} processes on this machine, {count} GPU(s){visible}"
-        commands = f"torchrun --nproc-per-node={count}, srun --ntasks-per-node={count}, or mpirun -n {count}"
-        raise LaunchError(f"{found}: expected a GPU for each; {commands}")
-    device = torch.device(kind, 0 if has_own_gpu else local_rank)
-    torch.accelerator.set_device_index(device.index)  # first, or every process would also take memory on GPU 0
+    count = torch.accelerator.device_count()
+    is_own = count == 1 and not is_shared(environment)
+    check_gpus(count, is_own, local_world_size, environment)
+    device = torch.device(kind, 0 if is_own else local_rank)
+    # Before anything else: or every process would also take memory on GPU 0.
+    torch.accelerator.set_device_index(device.index)
     return device
 
 
-def _parents_gpus():
-    """Return CUDA_VISIBLE_DEVICES of the process that started this one. Linux only; None elsewhere."""
-    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/environ") as variables:
-        return dict(item.split("=", 1) for item in variables.read().split("\0") if "=" in item).get(
-            "CUDA_VISIBLE_DEVICES"
-        )
+def is_shared(environment):
+    """Return whether the GPUs that this process sees are for all workers of its torchrun.
+
+    torchrun assigns none, so they are if its own environment names the same ones.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return False
+    parents = ""
+    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/environ") as file:  # Linux only
+        parents = file.read()
+    variables = dict(item.split("=", 1) for item in parents.split("\0") if "=" in item)
+    return environment.get("CUDA_VISIBLE_DEVICES") == variables.get("CUDA_VISIBLE_DEVICES")
 
 
-def cores_per_process(local_world_size):
+def check_gpus(count, is_own, local_world_size, environment):
+    """Raise LaunchError if GPUs would stay idle in a Slurm task, or two processes share one."""
+    is_task = {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= environment.keys()
+    if {"LOCAL_RANK", "OMPI_COMM_WORLD_RANK"} & environment.keys():
+        is_task = False  # a torchrun or mpirun in the task started this process
+    if count > local_world_size == 1 and is_task and slurm_tasks_here(environment) == 1:
+        found = f"one Slurm task with {count} GPUs, of which this process would use one"
+        command = f"srun --ntasks-per-node={count} python {SCRIPT}"
+        command += f", or srun torchrun --nproc-per-node={count} {SCRIPT}"
+        command += "; for one GPU alone, export CUDA_VISIBLE_DEVICES=0"
+        raise LaunchError(found, "one task per GPU, or torchrun in the task", command)
+    if local_world_size > count and not is_own:
+        found = f"{local_world_size} processes on this machine, {count} GPU(s)"
+        if "CUDA_VISIBLE_DEVICES" in environment:
+            found += f" in CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']}"
+        command = f"torchrun --nproc-per-node={count}, srun --ntasks-per-node={count}"
+        raise LaunchError(found, "a GPU for each", f"{command}, or mpirun -n {count}")
+
+
+def cores_per_process(local_world_size, environment=None):
     """Return how many cores each of the `local_world_size` processes on this machine may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_CPUS_ON_NODE"} <= os.environ.keys():
-        tasks, granted = slurm_tasks_here(), _read_number("SLURM_CPUS_ON_NODE", 1)
+    if environment is None:
+        environment = original_environment()
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # Linux: the cores that this process may use
+        cores = len(os.sched_getaffinity(0))
+    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_CPUS_ON_NODE"} <= environment.keys():
+        tasks = slurm_tasks_here(environment)
+        granted = read_number(environment, SRUN, "SLURM_CPUS_ON_NODE", 1)
         if cores * tasks > granted:  # the tasks are not bound to cores of their own
             cores = min(cores, max(1, granted // tasks))
         local_world_size //= tasks  # processes within one task
     return max(1, cores // max(1, local_world_size))
 
 
-def _address(launcher, ranks, port):
-    """Return (host, port, job) of rank 0. `job` is the name of the job, if its launcher gives it one, else ""."""
-    env = _environment()
-    host = env.get("MASTER_ADDR") or ("127.0.0.1" if ranks[1] == ranks[3] and launcher != "srun" else None)
-    if not host and launcher == "srun":
-        host = first_host(env.get("SLURM_STEP_NODELIST", ""))
-        if ranks[0] == 0 and env.get("SLURM_NODEID") != "0":
-            found = f"rank 0 is not on the first machine, {host}: expected --distribution=block or cyclic"
-            raise LaunchError(f"{found}; leave out --distribution=arbitrary, or export MASTER_ADDR")
-    if not host:
-        fix = "export MASTER_ADDR=... on all machines" if launcher != "mpirun" else "mpirun -x MASTER_ADDR=..."
-        raise LaunchError(f"MASTER_ADDR is not set: expected rank 0's host name; {fix}")
-    job = env.get("PMIX_NAMESPACE", "")  # of Open MPI
+# Where rank 0 listens
+
+PORTS = range(12000, 32000)  # Linux gives ports above 32768 to outgoing connections
+
+
+def find_address(launcher, ranks, environment, port=None):
+    """Return the Address of rank 0. None: there is one rank, or torchrun keeps a store."""
+    if ranks.world_size == 1 or "TORCHELASTIC_RUN_ID" in environment:
+        return None
+    host = find_host(launcher, ranks, environment)
+    job = environment.get("PMIX_NAMESPACE", "")  # of Open MPI
     if launcher == "srun":
-        job = f"{_read_number('SLURM_JOB_ID')}.{_read_number('SLURM_STEP_ID')}"
-    default = port or (PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500)
-    return host, _read_number("MASTER_PORT", 1, 65535) if "MASTER_PORT" in env else default, job
+        job_id = read_number(environment, SRUN, "SLURM_JOB_ID")
+        job = f"{job_id}.{read_number(environment, SRUN, 'SLURM_STEP_ID')}"
+    if "MASTER_PORT" in environment:
+        command = "export MASTER_PORT=29500 on all machines, or unset it"
+        port = read_number(environment, command, "MASTER_PORT", 1, 65535)
+    elif not port:  # jobs that share a machine get ports of their own
+        port = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500
+    return Address(host, port, job)
+
+
+def find_host(launcher, ranks, environment):
+    """Return the host of rank 0: MASTER_ADDR, or else as far as the launcher tells it."""
+    if environment.get("MASTER_ADDR"):
+        return environment["MASTER_ADDR"]
+    if launcher == "srun":
+        host = first_host(environment.get("SLURM_STEP_NODELIST", ""))
+        if ranks.rank == 0 and environment.get("SLURM_NODEID") != "0":
+            found = f"rank 0 is not on the first machine, {host}"
+            command = "leave out --distribution=arbitrary, or export MASTER_ADDR"
+            raise LaunchError(found, "--distribution=block or cyclic", command)
+        return host
+    if ranks.world_size == ranks.local_world_size:  # all on this machine
+        return "127.0.0.1"
+    command = "export MASTER_ADDR=... on all machines"
+    if launcher == "mpirun":
+        command = "mpirun -x MASTER_ADDR=..."
+    raise LaunchError("MASTER_ADDR is not set", "rank 0's host name", command)
 
 
 def first_host(nodelist):
-    """Return the first host of a Slurm node list: gpu-a[01-04,07]-ib,login -> gpu-a01-ib. LaunchError if it is none."""
+    """Return the first host of a Slurm node list: gpu-a[01-04,07]-ib,login -> gpu-a01-ib."""
     host = re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", nodelist).partition(",")[0]
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host):
-        raise LaunchError(f"SLURM_STEP_NODELIST={nodelist}: expected host names, as n[01-04,07]; {COMMANDS['SLURM']}")
+        found = f"SLURM_STEP_NODELIST={nodelist}"
+        raise LaunchError(found, "host names, as n[01-04,07]", SRUN)
     return host
 
 
-def slurm_tasks_here():
-    """Return the tasks of this Slurm step on this machine: its entry in, say, SLURM_STEP_TASKS_PER_NODE=5,1(x2)."""
-    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    parts = [re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([0-9]{1,5})\))?", part) for part in text.split(",")]
-    if not all(parts):
-        raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text}: expected tasks per node, as 4(x2),1; {COMMANDS['SLURM']}")
-    counts = [int(part[1]) for part in parts for _ in range(int(part[2] or 1))]
-    return counts[_read_number("SLURM_NODEID", 0, len(counts) - 1)]
+def slurm_tasks_here(environment=None):
+    """Return how many tasks of this Slurm step run on this machine.
+
+    SLURM_STEP_TASKS_PER_NODE lists them: 5,1(x2) is 5 on the first machine, 1 on the next two.
+    """
+    if environment is None:
+        environment = original_environment()
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([0-9]{1,5})\))?", part)
+        if not match:
+            found = f"SLURM_STEP_TASKS_PER_NODE={text}"
+            raise LaunchError(found, "tasks per node, as 4(x2),1", SRUN)
+        tasks, machines = match.groups()
+        counts += [int(tasks)] * int(machines or 1)
+    return counts[read_number(environment, SRUN, "SLURM_NODEID", 0, len(counts) - 1)]
 
 
 def free_port():
-    """Return a port of this machine on which nobody listens now. LaunchError: none of 100 ports can be used."""
+    """Return a port of this machine on which nobody listens now."""
     for port in random.sample(PORTS, 100):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("", port))
             return port
-    raise LaunchError(
-        f"none of 100 ports from {PORTS[0]} to {PORTS[-1]} can be used: is a firewall or sandbox in the way?"
-    )
+    found = f"none of 100 ports from {PORTS[0]} to {PORTS[-1]} can be used"
+    raise LaunchError(found, "a free port", "see whether a firewall or a sandbox is in the way")
+
+
+# Where ranks meet
+
+NETWORK_TIMEOUT = 10  # seconds until a host name that nobody knows is an error
+WARN_AFTER = 15  # seconds of waiting for other ranks
 
 
 def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
-    """Wait until every rank has joined, exactly once, at a store that rank 0 keeps, and return the store.
+    """Wait until every rank has joined exactly once, and return the store that rank 0 keeps.
 
-    The address is (host, port, job) of rank 0. A rank refuses the store of another job. If `device` is a GPU, no two
-    ranks may share it. LaunchError: the host is unknown, the port taken, a rank missing after `timeout`, or a rank or a
-    GPU claimed twice. (torch's own rendezvous does not name missing or duplicate ranks.)
+    The first rank that finds a problem publishes it as the verdict; if there is none, the last rank
+    to join says so. No two ranks may share `device`, if it is a GPU. LaunchError: the host is
+    unknown, the port taken, a rank missing after `timeout`, or a rank or a GPU claimed twice.
+    (torch's own rendezvous does not name missing or duplicate ranks.)
     """
-    store, me = open_store(address, rank, world_size, timeout), f"process {os.getpid()} on {socket.gethostname()}"
-    where, deadline = f"{address[0]}:{address[1]}", time.monotonic() + timeout.total_seconds()
-    warn_at, claims = min(time.monotonic() + WARN_AFTER, deadline), [f"rank {rank}"]
-    if device and device.type != "cpu":
-        claims.append(f"GPU {torch.get_device_module(device).get_device_properties(device).uuid}")
+    store = open_store(address, rank, world_size, timeout)
     try:
-        # The first rank to find a problem publishes it as the verdict; if there is none, the last to arrive says so.
-        store.add(f"ranks on {socket.gethostname()}", 1)
-        verdict = None
-        for claim in claims:
-            if store.add(f"claims to {claim}", 1) == 1:
-                store.set(claim, me)
-            else:
-                verdict = (
-                    f"{claim} is claimed twice, by {store.get(claim).decode()} and {me}: expected one process; give "
-                )
-                verdict += "each process its own rank and GPU, each machine its own node rank, and launch once"
-        if verdict or store.add("ranks", 1) == world_size:
-            store.compare_set("verdict", "", verdict or "all here")
-        while rank == 0 and not store.check(["verdict"]):
-            time.sleep(0.02)
-            if time.monotonic() > warn_at:
-                missing = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
-                names = ", ".join(missing[:8] + ["..."] * (len(missing) > 8))
-                log.warning("rank 0 at %s is waiting for ranks %s of %d", where, names, world_size)
-                if time.monotonic() > deadline:
-                    found = f"ranks {names} of {world_size} did not join rank 0 on {socket.gethostname()} at {where}"
-                    store.compare_set("verdict", "", f"{found}: expected all within {timeout}; see whether they run")
-                warn_at = deadline
-        verdict = verdict or store.get("verdict").decode()
+        count_ranks_here(store, joining=1)
+        problem = claim(store, f"rank {rank}")
+        if device and device.type != "cpu":
+            properties = torch.get_device_module(device).get_device_properties(device)
+            problem = problem or claim(store, f"GPU {properties.uuid}")
+        if problem or store.add("ranks", 1) == world_size:
+            publish(store, problem)
+        if rank == 0:
+            watch_for_missing_ranks(store, world_size, address, timeout)
+        verdict = problem.args if problem else json.loads(store.get("verdict"))
     except RuntimeError as error:
-        raise LaunchError(f"lost rank 0, which kept the store at {where}: its own message says why") from error
-    if verdict != "all here":
-        time.sleep(2 if rank == 0 else 0)  # the store ends with rank 0: let the others read the verdict first
-        raise LaunchError(verdict)
+        found = f"lost rank 0, which kept the store at {address}"
+        raise LaunchError(found, "it to wait for all ranks", "read its own message") from error
+    if verdict:
+        time.sleep(2 if rank == 0 else 0)  # the store ends with rank 0: let the others read first
+        raise LaunchError(*verdict)
     store.set_timeout(timeout)
     return store
 
 
+def claim(store, thing):
+    """Claim a rank or a GPU for this process. Return a LaunchError if another process has it."""
+    process = f"process {os.getpid()} on {socket.gethostname()}"
+    if store.add(f"claims to {thing}", 1) == 1:
+        store.set(thing, process)
+        return None
+    found = f"{thing} is claimed twice, by {store.get(thing).decode()} and {process}"
+    command = "give each process its own rank and GPU, each machine its own node rank"
+    return LaunchError(found, "one process", f"{command}, and launch once")
+
+
+def publish(store, problem):
+    """Set the verdict that all ranks read: a LaunchError, or None. The first one stands."""
+    store.compare_set("verdict", "", json.dumps(problem.args if problem else None))
+
+
+def watch_for_missing_ranks(store, world_size, address, timeout):
+    """Wait as rank 0 for the verdict. Warn of ranks that are missing; publish it after timeout."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    warn_at = min(time.monotonic() + WARN_AFTER, deadline)
+    while not store.check(["verdict"]):
+        time.sleep(0.02)
+        if time.monotonic() < warn_at:
+            continue
+        missing = [str(rank) for rank in range(world_size) if not store.check([f"rank {rank}"])]
+        if len(missing) > 8:
+            missing[8:] = ["..."]
+        names = f"ranks {', '.join(missing)} of {world_size}"
+        log.warning("rank 0 at %s is waiting for %s", address, names)
+        if time.monotonic() > deadline:
+            found = f"{names} did not join rank 0 on {socket.gethostname()} at {address}"
+            publish(store, LaunchError(found, f"all within {timeout}", "see whether they run"))
+        warn_at = deadline
+
+
+def count_ranks_here(store, joining=0):
+    """Return how many ranks of this machine are at the store, after adding those that join."""
+    return store.add(f"ranks on {socket.gethostname()}", joining)
+
+
 def open_store(address, rank, world_size, timeout=TIMEOUT):
-    """Keep the store of a job, as rank 0, or connect to it. Arguments, result and errors are those of rendezvous()."""
-    (host, port, job), end, result = address, time.monotonic() + timeout.total_seconds(), concurrent.futures.Future()
-    where, job = f"{host}:{port}", f"{world_size} ranks" + (f" of job {job}" if job else "")
+    """Return the store of a job: rank 0 keeps it, the others connect. LaunchError: see rendezvous.
 
-    def connect():
-        try:
-            is_pod = "KUBERNETES_SERVICE_HOST" in os.environ  # where the name of a pod becomes known when it starts
-            known_by = end if is_pod else time.monotonic() + NETWORK_TIMEOUT
-            while True:
-                try:
-                    socket.getaddrinfo(host, None)
-                    break
-                except socket.gaierror as error:
-                    if error.errno != socket.EAI_AGAIN and time.monotonic() > known_by:
-                        found = f"{host!r} does not resolve: expected the name or address of the machine of rank 0"
-                        raise LaunchError(f"{found}; export MASTER_ADDR=... on all machines") from None
-                time.sleep(0.5)
-            # Each rank opens one connection, as in torch itself: the store may do a slow name look-up for each.
-            # No time limit of torch: it does not cover every wait, and prints C++ stacks at its end.
-            options = {"is_master": rank == 0, "wait_for_workers": False, "timeout": datetime.timedelta(days=1)}
-            store = dist.TCPStore("127.0.0.1" if rank == 0 else host, port, **options)
-            if rank == 0:
-                store.set("job", job)
-            result.set_result((store, store.get("job").decode()))
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=connect, daemon=True).start()  # for a time limit, and so that Ctrl-C works
-    if concurrent.futures.wait([result], min(end - time.monotonic(), WARN_AFTER)).not_done:
-        log.warning("rank %d is waiting for the store of rank 0 at %s", rank, where)
+    A rank refuses the store of another job.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    job = f"{world_size} ranks" + (f" of job {address.job}" if address.job else "")
+    # In a thread: for a time limit, and so that Ctrl-C works.
+    connection = run_in_thread(connect, address, rank, job, deadline)
+    concurrent.futures.wait([connection], min(timeout.total_seconds(), WARN_AFTER))
+    if not connection.done():
+        log.warning("rank %d is waiting for the store of rank 0 at %s", rank, address)
     try:
-        store, found = result.result(end - time.monotonic())
+        store, found_job = connection.result(deadline - time.monotonic())
     except concurrent.futures.TimeoutError:
-        reason = f"something answers there, but not as the store of {job}"
-        try:
-            socket.create_connection((host, port), NETWORK_TIMEOUT).close()
-        except OSError as error:
-            reason = error
-        found = f"rank {rank} could not reach rank 0 at {where} ({reason}): expected rank 0 there, and no firewall"
-        raise LaunchError(f"{found}; see whether it runs, and what MASTER_ADDR and MASTER_PORT say there") from None
+        raise unreachable(address, rank, job) from None
     except RuntimeError as error:
         if rank > 0:
             raise
-        reason = f"cannot be used ({' '.join(str(error).split())})"
-        if "EADDRINUSE" in str(error):
-            reason = "is taken, by another job, a left-over process (ss -ltnp) or a second rank 0"
-        found = f"port {port} of this machine {reason}: expected a free port"
-        raise LaunchError(f"{found}; on all machines export MASTER_PORT={free_port()}") from None
-    if found != job:
-        found = f"the store of {found} answers at {where}: expected the store of {job}"
-        raise LaunchError(f"{found}; end what has that port (ss -ltnp), or export another MASTER_PORT on all machines")
-    store.set_timeout(timeout + datetime.timedelta(seconds=NETWORK_TIMEOUT))  # longer than rank 0 waits for the ranks
+        raise unusable_port(address.port, error) from None
+    if found_job != job:
+        found = f"the store of {found_job} answers at {address}"
+        command = "end what has that port (ss -ltnp), or export another MASTER_PORT on all machines"
+        raise LaunchError(found, f"the store of {job}", command)
+    # Longer than rank 0 waits for the other ranks
+    store.set_timeout(timeout + datetime.timedelta(seconds=NETWORK_TIMEOUT))
     return store
+
+
+def run_in_thread(function, *arguments):
+    """Call the function in a thread of its own. Return a Future of its result."""
+    future = concurrent.futures.Future()
+
+    def run():
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def connect(address, rank, job, deadline):
+    """Return a store, and the job that it says it is for. Errors are those of torch's TCPStore.
+
+    Each rank opens one connection, as in torch itself: the store may do a slow name look-up for
+    each. torch gets no time limit: its own does not cover every wait, and prints C++ stacks.
+    """
+    wait_until_resolved(address.host, deadline)
+    host = "127.0.0.1" if rank == 0 else address.host
+    options = {"wait_for_workers": False, "timeout": datetime.timedelta(days=1)}
+    store = dist.TCPStore(host, address.port, is_master=rank == 0, **options)
+    if rank == 0:
+        store.set("job", job)
+    return store, store.get("job").decode()
+
+
+def wait_until_resolved(host, deadline):
+    """Return as soon as the host's name has an address. LaunchError: it has none."""
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:  # the name of a pod is known once it runs
+        deadline = time.monotonic() + NETWORK_TIMEOUT
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            is_busy = error.errno == socket.EAI_AGAIN  # the name server has not answered
+            if not is_busy and time.monotonic() > deadline:
+                expected = "the name or address of the machine of rank 0"
+                command = "export MASTER_ADDR=... on all machines"
+                raise LaunchError(f"{host!r} does not resolve", expected, command) from None
+        time.sleep(0.5)
+
+
+def unreachable(address, rank, job):
+    """Return the LaunchError of a rank that could not reach the store in time."""
+    reason = f"something answers there, but not as the store of {job}"
+    try:
+        socket.create_connection((address.host, address.port), NETWORK_TIMEOUT).close()
+    except OSError as error:
+        reason = error
+    found = f"rank {rank} could not reach rank 0 at {address} ({reason})"
+    command = "see whether it runs, and what MASTER_ADDR and MASTER_PORT say there"
+    return LaunchError(found, "rank 0 there, and no firewall", command)
+
+
+def unusable_port(port, error):
+    """Return the LaunchError of a rank 0 that cannot listen at this port."""
+    reason = f"cannot be used ({' '.join(str(error).split())})"
+    if "EADDRINUSE" in str(error):
+        reason = "is taken, by another job, a left-over process (ss -ltnp) or a second rank 0"
+    command = f"on all machines export MASTER_PORT={free_port()}"
+    return LaunchError(f"port {port} of this machine {reason}", "a free port", command)
+
+
+# How a rank that failed ends
+
+
+def end_process(error):
+    """Print the error, unless it is that of sys.exit(), and exit at once."""
+    code = (error.code or 0) if isinstance(error, SystemExit) else None
+    if not isinstance(code, int):
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)

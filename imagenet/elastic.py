@@ -14,7 +14,8 @@ from common.errors import UserError
 from imagenet import signals
 
 MAX_COST = 0.01  # of a training step, for a vote
-LATENCY = 8  # seconds from a wish to the vote: a launcher kills 30 s after its signal, and saving takes time
+# seconds from a wish to the vote: a launcher kills 30 s after its signal, and saving takes time
+LATENCY = 8
 SIGNAL_DELAY = 10  # seconds: by then torchrun's own signal has arrived
 
 log = logging.getLogger(__name__)
@@ -27,13 +28,15 @@ class Stopped(Exception):
 class GlobalBatches:
     """A batch_sampler that gives every rank its share of each global batch, for any number of ranks.
 
-    The images of an epoch and of each of its steps depend only on the seed and the epoch. Ranks and micro-batches cut
-    the images of a step into pieces of nearly equal size, so a rank more or less changes nothing else.
-    Every image is used exactly once: the N images of an epoch make ceil(N / batch_size) steps of nearly equal size,
-    without a small last one. (DistributedSampler repeats images, drop_last leaves some out.)
+    The images of an epoch and of each of its steps depend only on the seed and the epoch. Ranks and
+    micro-batches cut the images of a step into pieces of nearly equal size, so a rank more or less
+    changes nothing else. Every image is used exactly once: the N images of an epoch make ceil(N /
+    batch_size) steps of nearly equal size, without a small last one. (DistributedSampler repeats
+    images, drop_last leaves some out.)
 
     Yields:
-        list of (epoch, index). The epoch is part of it because loader workers live longer than an epoch.
+        list of (epoch, index). The epoch is part of it because loader workers live longer than an
+        epoch.
 
     Args:
         images: int, N.
@@ -58,7 +61,9 @@ class GlobalBatches:
 
     def step_size(self, step):
         """Return the number of images of a step on all ranks together."""
-        return self._cut(self.images, step + 1, self.steps) - self._cut(self.images, step, self.steps)
+        return self._cut(self.images, step + 1, self.steps) - self._cut(
+            self.images, step, self.steps
+        )
 
     def piece_sizes(self):
         """Return the smallest and the largest number of images of a micro-batch on one rank."""
@@ -75,7 +80,10 @@ class GlobalBatches:
         for step in range(self.first_step, self.steps):
             begin, size = self._cut(self.images, step, self.steps), self.step_size(step)
             for piece in range(self.rank * self.accumulate, (self.rank + 1) * self.accumulate):
-                positions = range(begin + self._cut(size, piece, pieces), begin + self._cut(size, piece + 1, pieces))
+                positions = range(
+                    begin + self._cut(size, piece, pieces),
+                    begin + self._cut(size, piece + 1, pieces),
+                )
                 yield [(self.epoch, order[k]) for k in positions]
 
     @staticmethod
@@ -87,14 +95,15 @@ class GlobalBatches:
 class Votes:
     """Wishes of single ranks (to stop, to save) that all ranks learn at the same step.
 
-    A signal reaches one process. If that rank stopped alone, the others would wait for it. So all ranks vote: the vote
-    travels while the step computes, and is counted at its end. Between N ranks it takes 2 (N - 1) messages, one after
-    another. If that is more than 1 % of a step, the ranks vote only in every k-th step. They agree on k, because each
-    vote also finds the longest time of a step. A wish is heard within LATENCY seconds.
+    A signal reaches one process. If that rank stopped alone, the others would wait for it. So all
+    ranks vote: the vote travels while the step computes, and is counted at its end. Between N ranks
+    it takes 2 (N - 1) messages, one after another. If that is more than 1 % of a step, the ranks
+    vote only in every k-th step. They agree on k, because each vote also finds the longest time of
+    a step. A wish is heard within LATENCY seconds.
 
     Args:
-        group: a gloo process group of all ranks. Even where gradients use NCCL, counting votes must not make the CPU
-            wait for the GPU.
+        group: a gloo process group of all ranks. Even where gradients use NCCL, counting votes must
+            not make the CPU wait for the GPU.
     """
 
     def __init__(self, group):
@@ -131,7 +140,10 @@ class Votes:
         self.work.wait()
         stop, save, step_seconds = self.ballot.tolist()
         self.stop, self.save, self.work = False, False, None
-        wanted, most = math.ceil(self.seconds / (MAX_COST * step_seconds)), round(LATENCY / step_seconds)
+        wanted, most = (
+            math.ceil(self.seconds / (MAX_COST * step_seconds)),
+            round(LATENCY / step_seconds),
+        )
         self.every = self.steps_left = max(1, min(wanted, most))
         return bool(stop), bool(save)
 
@@ -143,18 +155,20 @@ def check_launch(args, d):
         LaunchError, UserError: see the messages.
     """
     check_restarts(d, args.resume or args.evaluate)
-    expected = {"env": ("torchrun", "nodes"), "slurm": ("srun",)}.get(args.dist_init_method, (d.launcher,))
-    if d.launcher not in expected:
-        command = "srun python" if args.dist_init_method == "slurm" else "torchrun --nproc-per-node=2"
-        raise LaunchError(f"--dist-init-method {args.dist_init_method}: found {d.launcher}; {command} 06_imagenet.py")
+    method = args.dist_init_method
+    found = f"--dist-init-method {method} under {d.launcher}"
+    if method == "env" and d.launcher not in ("torchrun", "nodes"):
+        raise LaunchError(found, "torchrun", "torchrun --nproc-per-node=2 06_imagenet.py")
+    if method == "slurm" and d.launcher != "srun":
+        raise LaunchError(found, "srun", "srun python 06_imagenet.py")
 
 
 def check_restarts(d, resume):
     """Check that a restart by torchrun continues the training.
 
-    torchrun's agents share one store over all restarts unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Restarted workers
-    then read the addresses of the workers before them, and wait for those. Only the agents can read the variable, so
-    a script can only warn.
+    torchrun's agents share one store over all restarts unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    Restarted workers then read the addresses of the workers before them, and wait for those. Only
+    the agents can read the variable, so a script can only warn.
 
     Raises:
         UserError: each restart would train from the beginning.
@@ -163,10 +177,14 @@ def check_restarts(d, resume):
     if restarts == "0":
         return
     if not resume:
-        raise UserError(f"--max-restarts={restarts} without --resume: each restart would begin at zero; add --resume")
+        raise UserError(
+            f"--max-restarts={restarts} without --resume: each restart would begin at zero; add "
+            "--resume"
+        )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and d.is_main:
         log.warning(
-            "a restart may hang, or fail for minutes: torchrun was started without the variable that keeps restarts "
+            "a restart may hang, or fail for minutes: torchrun was started without the variable "
+            "that keeps restarts "
             "apart; export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine"
         )
 
@@ -174,8 +192,9 @@ def check_restarts(d, resume):
 def exit_for_requeue(launcher):
     """Exit with code 75 when torchrun does not count it as a failure. The state must be saved.
 
-    When a machine joins, each torchrun stops its own workers, some a little later than others. A worker that exits
-    before its torchrun has sent the signal counts as crashed, so it waits for the signal.
+    When a machine joins, each torchrun stops its own workers, some a little later than others. A
+    worker that exits before its torchrun has sent the signal counts as crashed, so it waits for the
+    signal.
     """
     deadline = time.monotonic() + SIGNAL_DELAY
     while launcher == "torchrun" and signals.stop.signal is None and time.monotonic() < deadline:

@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -20,18 +21,44 @@ from processes import finished, start_copy
 
 from common import distributed
 from common.distributed import (
+    Address,
     LaunchError,
+    check_processes,
+    find_address,
+    find_launcher,
     first_host,
     free_port,
+    original_environment,
     rendezvous,
     setup_device,
     setup_distributed,
     sum_over_ranks,
 )
 
-SBATCH_SHELL = {"SLURM_JOB_ID": 7, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NTASKS": 4, "SLURM_NODEID": 0}
+
+def find(port=None):
+    """What setup_distributed() finds: (launcher, *ranks, address)."""
+    environment = original_environment()
+    launcher, ranks = find_launcher(environment)
+    check_processes(launcher, environment)
+    return launcher, *ranks, find_address(launcher, ranks, environment, port)
+
+
+SBATCH_SHELL = {
+    "SLURM_JOB_ID": 7,
+    "SLURM_PROCID": 0,
+    "SLURM_LOCALID": 0,
+    "SLURM_NTASKS": 4,
+    "SLURM_NODEID": 0,
+}
 NODES = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "job-0", "MASTER_PORT": 23456}
-MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 1, "MASTER_ADDR": "m0"}
+MPICH = {
+    "PMI_RANK": 1,
+    "PMI_SIZE": 2,
+    "MPI_LOCALRANKID": 0,
+    "MPI_LOCALNRANKS": 1,
+    "MASTER_ADDR": "m0",
+}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +75,9 @@ MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 
         (srun(SLURM_JOB_ID=8), ("srun", 1, 4, 1, 2, ("n01", 22074, "8.0"))),
         (srun(SLURM_STEP_ID=3), ("srun", 1, 4, 1, 2, ("n01", 19261, "7.3"))),
         (srun(MASTER_PORT=4000, MASTER_ADDR="ib0"), ("srun", 1, 4, 1, 2, ("ib0", 4000, "7.0"))),
-        (srun(SLURM_NTASKS=64, SLURM_JOB_NODELIST="a,n[01-31]"), ("srun", 1, 4, 1, 2, ("n01", 15719, "7.0"))),
+        (srun(SLURM_NTASKS=64, SLURM_JOB_NODELIST="a,n[01-31]"), ("srun", 1, 4, 1, 2, ("n01", 15719, (
+            "7.0"
+        )))),
         (srun(MASTER_ADDR="fd00::1"), ("srun", 1, 4, 1, 2, ("fd00::1", 15719, "7.0"))),
         (srun(SLURM_STEP_ID=4294967290), ("srun", 1, 4, 1, 2, ("n01", 25735, "7.4294967290"))),
         (srun(WORLD_SIZE=4), ("srun", 1, 4, 1, 2, ("n01", 15719, "7.0"))),
@@ -68,14 +97,14 @@ MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 
 )  # fmt: skip
 def test_the_launcher_is_recognised_by_its_variables(environment, variables, expected):
     environment(**variables)
-    assert distributed.find_launcher(port=None) == expected
+    assert find() == expected
 
 
 def test_two_open_mpi_jobs_on_one_machine_meet_at_two_ports(environment):
     addresses = set()
     for job in ("prterun-a-1@1", "prterun-a-2@1"):
         environment(**mpirun(PMIX_NAMESPACE=job))
-        host, port, name = distributed.find_launcher(port=None)[-1]
+        host, port, name = find()[-1]
         addresses.add((host, port))
         assert name == job
     assert len(addresses) == 2
@@ -84,61 +113,109 @@ def test_two_open_mpi_jobs_on_one_machine_meet_at_two_ports(environment):
 def test_a_port_that_is_asked_for_is_used_unless_the_environment_names_one(environment):
     for variables, job in (srun(), "7.0"), (mpirun(), ""), (MPICH, ""):
         environment(**variables)
-        assert distributed.find_launcher(port=1234)[-1][1:] == (1234, job)
+        assert find(port=1234)[-1][1:] == (1234, job)
         environment(**variables | {"MASTER_PORT": 4000})
-        assert distributed.find_launcher(port=1234)[-1][1:] == (4000, job)
+        assert find(port=1234)[-1][1:] == (4000, job)
 
 
 def test_the_shell_of_an_sbatch_file_is_told_that_it_is_one_process(environment, caplog):
     environment(**SBATCH_SHELL)
     with caplog.at_level(logging.WARNING):
-        distributed.find_launcher(port=None)
-    assert "running as one process" in caplog.text and "SLURM_NTASKS=4" in caplog.text and "srun python" in caplog.text
+        find()
+    assert (
+        "running as one process" in caplog.text
+        and "SLURM_NTASKS=4" in caplog.text
+        and "srun python" in caplog.text
+    )
 
 
 def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplog):
     environment(**srun(0, 2) | torchrun(0, GROUP_WORLD_SIZE=1))
-    distributed.find_launcher(port=None)
+    find()
     assert "each of 2 machines trains alone: for one run of all, torchrun --nnodes=2" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("variables", "found", "command"),
     [
-        (torchrun(RANK=4), "RANK=4: expected a whole number from 0 to 3", "torchrun --nproc-per-node"),
+        (torchrun(RANK=4), "RANK=4: expected a whole number from 0 to 3", (
+            "torchrun --nproc-per-node"
+        )),
         (torchrun(RANK="one"), "RANK=one: expected a whole number from 0 to 3", "torchrun"),
         (torchrun(RANK=-1), "RANK=-1: expected a whole number from 0 to 3", "torchrun"),
         (torchrun(RANK=""), "RANK=: expected a whole number from 0 to 3", "torchrun"),
         (torchrun(WORLD_SIZE=0), "WORLD_SIZE=0: expected a whole number of 1 or more", "torchrun"),
-        (torchrun(WORLD_SIZE="4.0"), "WORLD_SIZE=4.0: expected a whole number of 1 or more", "torchrun"),
+        (torchrun(WORLD_SIZE="4.0"), "WORLD_SIZE=4.0: expected a whole number of 1 or more", (
+            "torchrun"
+        )),
         (torchrun(LOCAL_RANK=2), "LOCAL_RANK=2: expected a whole number from 0 to 1", "torchrun"),
-        (torchrun(LOCAL_WORLD_SIZE=5), "LOCAL_WORLD_SIZE=5: expected a whole number from 1 to 4", "torchrun"),
-        ({"RANK": 0}, "RANK set without WORLD_SIZE and LOCAL_RANK: expected all three, or none", "torchrun"),
-        ({"WORLD_SIZE": 2, "LOCAL_RANK": 0}, "WORLD_SIZE and LOCAL_RANK set without RANK", "torchrun"),
+        (torchrun(LOCAL_WORLD_SIZE=5), "LOCAL_WORLD_SIZE=5: expected a whole number from 1 to 4", (
+            "torchrun"
+        )),
+        ({"RANK": 0}, "RANK set without WORLD_SIZE and LOCAL_RANK: expected all three, or none", (
+            "torchrun"
+        )),
+        ({"WORLD_SIZE": 2, "LOCAL_RANK": 0}, "WORLD_SIZE and LOCAL_RANK set without RANK", (
+            "torchrun"
+        )),
         (without(by_hand(), "MASTER_ADDR"), "MASTER_ADDR is not set", "export"),
         (by_hand(MASTER_PORT="http"), "MASTER_PORT=http: expected", "unset"),
-        (srun(MASTER_PORT=70000), "MASTER_PORT=70000: expected a whole number from 1 to 65535", "unset"),
-        (without(srun(), "SLURM_PROCID"), "SLURM_PROCID=(not set): expected a whole number", "srun --ntasks=2 python"),
-        (without(srun(), "SLURM_LOCALID"), "SLURM_LOCALID=(not set): expected a whole number", "srun --ntasks"),
-        (without(srun(), "SLURM_JOB_ID"), "SLURM_JOB_ID=(not set): expected a whole number", "srun --ntasks"),
-        (srun(SLURM_PROCID=4), "SLURM_PROCID=4: expected a whole number from 0 to 3", "srun --ntasks"),
-        (srun(SLURM_STEP_NUM_TASKS="four"), "SLURM_STEP_NUM_TASKS=four: expected a whole number", "srun --ntasks"),
-        (srun(SLURM_NODEID=2), "SLURM_NODEID=2: expected a whole number from 0 to 1", "srun --ntasks"),
-        (srun(SLURM_LOCALID=2), "SLURM_LOCALID=2: expected a whole number from 0 to 1", "srun --ntasks"),
-        (srun(SLURM_STEP_TASKS_PER_NODE="2(y2)"), "SLURM_STEP_TASKS_PER_NODE=2(y2): expected tasks", "srun"),
-        (without(srun(), "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST=: expected host names", "srun --ntasks"),
-        (srun(SLURM_STEP_NODELIST="$(touch x)"), "SLURM_STEP_NODELIST=$(touch x): expected host", "srun"),
-        (srun(0, SLURM_NODEID=1, SLURM_LOCALID=0), "rank 0 is not on the first machine, n01: expected --distrib",
+        (srun(MASTER_PORT=70000), "MASTER_PORT=70000: expected a whole number from 1 to 65535", (
+            "unset"
+        )),
+        (without(srun(), "SLURM_PROCID"), "SLURM_PROCID=(not set): expected a whole number", (
+            "srun --ntasks=2 python"
+        )),
+        (without(srun(), "SLURM_LOCALID"), "SLURM_LOCALID=(not set): expected a whole number", (
+            "srun --ntasks"
+        )),
+        (without(srun(), "SLURM_JOB_ID"), "SLURM_JOB_ID=(not set): expected a whole number", (
+            "srun --ntasks"
+        )),
+        (srun(SLURM_PROCID=4), "SLURM_PROCID=4: expected a whole number from 0 to 3", (
+            "srun --ntasks"
+        )),
+        (srun(SLURM_STEP_NUM_TASKS="four"), "SLURM_STEP_NUM_TASKS=four: expected a whole number", (
+            "srun --ntasks"
+        )),
+        (srun(SLURM_NODEID=2), "SLURM_NODEID=2: expected a whole number from 0 to 1", (
+            "srun --ntasks"
+        )),
+        (srun(SLURM_LOCALID=2), "SLURM_LOCALID=2: expected a whole number from 0 to 1", (
+            "srun --ntasks"
+        )),
+        (srun(SLURM_STEP_TASKS_PER_NODE="2(y2)"), "SLURM_STEP_TASKS_PER_NODE=2(y2): expected tasks", (
+            "srun"
+        )),
+        (without(srun(), "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST=: expected host names", (
+            "srun --ntasks"
+        )),
+        (srun(SLURM_STEP_NODELIST="$(touch x)"), "SLURM_STEP_NODELIST=$(touch x): expected host", (
+            "srun"
+        )),
+        (srun(0, SLURM_NODEID=1, SLURM_LOCALID=0), (
+            "rank 0 is not on the first machine, n01: expected --distrib"
+        ),
          "export MASTER_ADDR"),
-        (mpirun(OMPI_COMM_WORLD_RANK=2), "OMPI_COMM_WORLD_RANK=2: expected a whole number from 0 to 1", "mpirun -n 2"),
-        (mpirun(OMPI_COMM_WORLD_LOCAL_SIZE=1, OMPI_COMM_WORLD_LOCAL_RANK=0), "MASTER_ADDR is not set", "mpirun -x"),
-        (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID=(not set): expected a whole number", "mpirun -n 2 python"),
+        (mpirun(OMPI_COMM_WORLD_RANK=2), (
+            "OMPI_COMM_WORLD_RANK=2: expected a whole number from 0 to 1"
+        ), "mpirun -n 2"),
+        (mpirun(OMPI_COMM_WORLD_LOCAL_SIZE=1, OMPI_COMM_WORLD_LOCAL_RANK=0), (
+            "MASTER_ADDR is not set"
+        ), "mpirun -x"),
+        (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID=(not set): expected a whole number", (
+            "mpirun -n 2 python"
+        )),
         (NODES | {"RANK": 2}, "RANK=2: expected a whole number from 0 to 1", "torchrun"),
-        (srun(0, 2, SLURM_STEP_NUM_NODES=1) | torchrun(), "SLURM_STEP_NUM_TASKS=2: srun has started 2 tasks with",
+        (srun(0, 2, SLURM_STEP_NUM_NODES=1) | torchrun(), (
+            "SLURM_STEP_NUM_TASKS=2: srun has started 2 tasks with"
+        ),
          "srun --ntasks=1 --ntasks-per-node=1 torchrun"),
     ],
 )  # fmt: skip
-def test_wrong_variables_are_named_with_what_was_found_and_what_works(environment, variables, found, command, tmp_path):
+def test_wrong_variables_are_named_with_what_was_found_and_what_works(
+    environment, variables, found, command, tmp_path
+):
     environment(**variables)
     os.chdir(tmp_path)
     try:
@@ -146,21 +223,36 @@ def test_wrong_variables_are_named_with_what_was_found_and_what_works(environmen
             setup_distributed()
     finally:
         os.chdir(ROOT)
-    assert found in str(caught.value) and command in str(caught.value) and "\n" not in str(caught.value)
-    assert not dist.is_initialized() and list(tmp_path.iterdir()) == [], "no shell has read the node list"
+    assert (
+        found in str(caught.value)
+        and command in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
+    assert not dist.is_initialized() and list(tmp_path.iterdir()) == [], (
+        "no shell has read the node list"
+    )
 
 
-def test_a_process_that_a_launched_script_spawned_does_not_take_its_parents_rank(environment, monkeypatch, caplog):
+def test_a_process_that_a_launched_script_spawned_does_not_take_its_parents_rank(
+    environment, monkeypatch, caplog
+):
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
-    for variables, launcher in (srun(), "srun"), (slurm_step(), "srun"), (mpirun(), "mpirun"), (MPICH, "mpirun"):
+    for variables, launcher in (
+        (srun(), "srun"),
+        (slurm_step(), "srun"),
+        (mpirun(), "mpirun"),
+        (MPICH, "mpirun"),
+    ):
         environment(**variables)
-        with pytest.raises(LaunchError, match=f"{launcher} has started a script that starts processes itself"):
+        with pytest.raises(
+            LaunchError, match=f"{launcher} has started a script that starts processes itself"
+        ):
             setup_distributed()
     for variables in torchrun(), by_hand():  # torchrun itself spawns if it is given a function
         environment(**variables)
-        assert distributed.find_launcher(port=None)[:2] == ("torchrun", 1)
+        assert find()[:2] == ("torchrun", 1)
     environment()
-    distributed.find_launcher(port=None)
+    find()
     assert "the process that spawned this one has not set RANK" in caplog.text
 
 
@@ -183,7 +275,21 @@ def test_the_first_host_of_a_slurm_node_list(nodelist, host):
 
 @pytest.mark.parametrize(
     "nodelist",
-    ["", ",", "$(touch x)", "a;touch x", "n[1-3", "n1-3]", "n[]", "n[a-b]", "a b", "-n", "n[1[2]]", "`x`", "a\nb"],
+    [
+        "",
+        ",",
+        "$(touch x)",
+        "a;touch x",
+        "n[1-3",
+        "n1-3]",
+        "n[]",
+        "n[a-b]",
+        "a b",
+        "-n",
+        "n[1[2]]",
+        "`x`",
+        "a\nb",
+    ],
 )
 def test_what_is_no_node_list_is_refused(nodelist, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -212,12 +318,15 @@ def test_one_slurm_task_with_several_gpus_is_refused_with_the_ways_that_work(env
     environment(**alone)
     gpus(2)
     with pytest.raises(
-        LaunchError, match=r"one Slurm task with 2 GPUs, .*srun --ntasks-per-node=2 python .*, or srun torchrun"
+        LaunchError,
+        match=r"one Slurm task with 2 GPUs, .*srun --ntasks-per-node=2 python .*, or srun torchrun",
     ):
         setup_device(0, 1)
     environment(**alone, **torchrun(0))
     assert setup_device(0, 2) == torch.device("cuda", 0), "a torchrun in the task"
-    assert setup_device(0, 1) == torch.device("cuda", 0), "processes whose ranks somebody has set by hand"
+    assert setup_device(0, 1) == torch.device("cuda", 0), (
+        "processes whose ranks somebody has set by hand"
+    )
     environment(**srun(0))
     assert setup_device(0, 2) == torch.device("cuda", 0), "a task for each GPU"
     environment(**alone)
@@ -241,7 +350,9 @@ def test_more_processes_than_gpus_are_refused(environment, gpus, count):
         setup_device(0, 3)
 
 
-def test_variables_that_count_machines_are_refused_where_a_machine_has_several_gpus(environment, gpus):
+def test_variables_that_count_machines_are_refused_where_a_machine_has_several_gpus(
+    environment, gpus
+):
     environment(**NODES)
     gpus(8)
     with pytest.raises(LaunchError) as caught:
@@ -251,7 +362,8 @@ def test_variables_that_count_machines_are_refused_where_a_machine_has_several_g
 
 
 def test_a_pod_of_several_processes_is_told_to_start_them_with_torchrun(environment):
-    # PyTorchJob with nprocPerNode: "2" on 2 pods, as of version 1.7: RANK counts pods, WORLD_SIZE processes.
+    # PyTorchJob with nprocPerNode: "2" on 2 pods, as of version 1.7: RANK counts pods, WORLD_SIZE
+    # processes.
     environment(**NODES | {"RANK": 1, "WORLD_SIZE": 4, "PET_NPROC_PER_NODE": 2, "PET_NNODES": 2})
     with pytest.raises(LaunchError) as caught:
         setup_distributed()
@@ -261,7 +373,9 @@ def test_a_pod_of_several_processes_is_told_to_start_them_with_torchrun(environm
 
 def test_nccl_without_gpus_is_refused(environment, gpus):
     gpus(0)
-    with pytest.raises(LaunchError, match="backend='nccl' needs GPUs and this process sees none"):
+    with pytest.raises(
+        LaunchError, match="backend='nccl', and this process sees no GPU: expected a GPU, or gloo"
+    ):
         setup_distributed(backend="nccl")
 
 
@@ -271,11 +385,13 @@ def test_nccl_without_gpus_is_refused(environment, gpus):
         ({}, 16, 1, 16),
         ({}, 16, 4, 4),
         ({}, 2, 4, 1),
-        (srun(SLURM_CPUS_ON_NODE=16), 64, 2, 8),  # two tasks on sixteen cores of sixty-four, not bound
+        # two tasks on sixteen cores of sixty-four, not bound
+        (srun(SLURM_CPUS_ON_NODE=16), 64, 2, 8),
         (srun(SLURM_CPUS_ON_NODE=16), 8, 2, 8),  # each bound to eight of its own
         (srun(SLURM_CPUS_ON_NODE=2), 64, 2, 1),
         (srun(SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_CPUS_ON_NODE=16), 64, 1, 16),
-        (srun(SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_CPUS_ON_NODE=16) | torchrun(), 16, 4, 4),  # of one torchrun
+        # of one torchrun
+        (srun(SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_CPUS_ON_NODE=16) | torchrun(), 16, 4, 4),
     ],
 )
 def test_local_processes_share_the_cores_that_they_may_use(
@@ -286,7 +402,9 @@ def test_local_processes_share_the_cores_that_they_may_use(
     assert distributed.cores_per_process(local_world_size) == cores
 
 
-def test_threads_are_the_share_of_cores_unless_the_environment_says_how_many(environment, monkeypatch):
+def test_threads_are_the_share_of_cores_unless_the_environment_says_how_many(
+    environment, monkeypatch
+):
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     setup_device(0, 1)
@@ -335,13 +453,17 @@ def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
 def test_a_rank_zero_that_does_not_come_is_named(monkeypatch, caplog):
     monkeypatch.setattr(distributed, "WARN_AFTER", 1)
     (result,) = meet(2, [1], timeout=3)
-    assert "rank 1 could not reach rank 0 at localhost:" in result and "Connection refused" in result
+    assert (
+        "rank 1 could not reach rank 0 at localhost:" in result and "Connection refused" in result
+    )
     assert "rank 1 is waiting for the store of rank 0 at localhost:" in caplog.text
 
 
 def test_an_address_that_does_not_resolve_is_named(quick):
-    with pytest.raises(LaunchError, match=r"'no-such-host.invalid' does not resolve: expected .* MASTER_ADDR"):
-        rendezvous(("no-such-host.invalid", 29500, ""), 1, 2)
+    with pytest.raises(
+        LaunchError, match=r"'no-such-host.invalid' does not resolve: expected .* MASTER_ADDR"
+    ):
+        rendezvous(Address("no-such-host.invalid", 29500), 1, 2)
 
 
 def test_the_name_of_a_pod_may_become_known_late(monkeypatch):
@@ -382,7 +504,10 @@ def test_a_port_that_is_taken_is_named_with_a_free_one(monkeypatch):
         port = stranger.getsockname()[1]
         first, second = meet(2, [0, 1], port=port, timeout=3)
     assert f"port {port} of this machine is taken" in first and "export MASTER_PORT=" in first
-    expected = f"could not reach rank 0 at localhost:{port} (something answers there, but not as the store of 2 ranks)"
+    expected = (
+        f"could not reach rank 0 at localhost:{port} (something answers there, but not as the "
+        "store of 2 ranks)"
+    )
     assert expected in second and "\n" not in second
 
 
@@ -392,7 +517,10 @@ def test_a_web_server_on_the_port_is_one_line(capfd):
         (result,) = meet(2, [1], port=stranger.server_port, timeout=3)
         stranger.daemon_threads, stranger.block_on_close = True, False
         stranger.shutdown()
-    assert "(something answers there, but not as the store of 2 ranks)" in result and "\n" not in result
+    assert (
+        "(something answers there, but not as the store of 2 ranks)" in result
+        and "\n" not in result
+    )
 
 
 class SlowListener(threading.Thread):
@@ -435,16 +563,29 @@ def test_a_slow_store_is_not_a_stranger(monkeypatch, caplog, quick):
 
 def test_two_jobs_that_share_a_port_do_not_merge():
     port, stores = free_port(), []
-    threading.Thread(target=lambda: stores.extend(meet(2, [0], port, 5, job="7.0")), daemon=True).start()
+    threading.Thread(
+        target=lambda: stores.extend(meet(2, [0], port, 5, job="7.0")), daemon=True
+    ).start()
     (result,) = meet(2, [1], port, job="8.0")
-    found = f"the store of 2 ranks of job 7.0 answers at localhost:{port}: expected the store of 2 ranks of job 8.0;"
+    found = (
+        f"the store of 2 ranks of job 7.0 answers at localhost:{port}: expected the store of 2 "
+        "ranks of job 8.0;"
+    )
     assert found in result
 
 
-def test_setup_distributed_twice_is_refused_and_once_more_after_the_group_is_destroyed_is_not(environment):
+def test_setup_distributed_twice_is_refused_and_once_more_after_the_group_is_destroyed_is_not(
+    environment,
+):
     with distributed.cleaned_up():
         d = setup_distributed()
-        assert (d.rank, d.world_size, d.launcher, d.backend, d.is_main) == (0, 1, "python", "gloo", True)
+        assert (d.rank, d.world_size, d.launcher, d.backend, d.is_main) == (
+            0,
+            1,
+            "python",
+            "gloo",
+            True,
+        )
         with pytest.raises(LaunchError, match="called twice"):
             setup_distributed()
     with distributed.cleaned_up():
@@ -520,15 +661,21 @@ def test_under_torchrun_nothing_is_overwritten(join):
     join(**torchrun())
     before = {name: str(value) for name, value in torchrun().items()}
     assert {name: os.environ[name] for name in before} == before
-    assert distributed.find_launcher()[:5] == ("torchrun", 1, 4, 1, 2)
+    assert find()[:5] == ("torchrun", 1, 4, 1, 2)
+
+
+def test_under_torchrun_no_port_is_tried(join, monkeypatch):
+    """A sandbox may forbid it."""
+    monkeypatch.setattr(distributed, "free_port", lambda: 1 / 0)
+    join(**torchrun())
 
 
 @pytest.mark.parametrize("variables", [{}, srun(3), mpirun(), MPICH, NODES])
 def test_a_second_call_is_not_fooled_by_the_first(join, variables):
     first = join(**variables)
-    found = distributed.find_launcher()
+    found = find()
     assert setup_distributed() == first
-    assert distributed.find_launcher() == found
+    assert find() == found
 
 
 def test_a_child_is_not_fooled_by_the_variables_of_its_parent(join, monkeypatch):
@@ -537,9 +684,9 @@ def test_a_child_is_not_fooled_by_the_variables_of_its_parent(join, monkeypatch)
     for name in list(os.environ):
         if name.startswith("SLURM_"):
             monkeypatch.delenv(name)
-    assert distributed.find_launcher() == ("python", 0, 1, 0, 1, None)
+    assert find() == ("python", 0, 1, 0, 1, None)
     monkeypatch.setenv("MASTER_PORT", "4000")
-    assert distributed.find_launcher()[0] == "python"
+    assert find()[0] == "python"
 
 
 @pytest.mark.parametrize(
@@ -557,7 +704,7 @@ def test_what_somebody_sets_by_hand_for_a_child_wins(join, monkeypatch, variable
     join(MASTER_PORT=5000)
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    *ranks, address = distributed.find_launcher()
+    *ranks, address = find()
     assert (*ranks, *address[:2]) == expected
 
 
@@ -609,7 +756,9 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_the_copied_file_works_in_processes_of_mp_spawn_with_variables_set_by_hand(copy):
     (copy / "spawn.py").write_text(SPAWN)
-    assert outputs(start_copy(copy, "spawn.py", str(free_port()))) == [line.format("torchrun") for line in TWO]
+    assert outputs(start_copy(copy, "spawn.py", str(free_port()))) == [
+        line.format("torchrun") for line in TWO
+    ]
 
 
 def test_the_copied_file_works_with_mpiruns_variables(copy):
@@ -626,6 +775,24 @@ def test_the_copied_file_works_with_variables_that_count_machines(copy):
         "nodes 0 of 2, 0 of 1, sum 3",
         "nodes 1 of 2, 0 of 1, sum 3",
     ]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_the_short_version_of_the_docs_works(tmp_path, launcher):
+    page = (ROOT / "docs/copy-setup-distributed.md").read_text()
+    (tmp_path / "short.py").write_text(
+        re.search("```python\n(# torchrun\n[^`]*def setup.*?)```", page, re.S)[1]
+    )
+    if launcher == "torchrun":
+        processes = [
+            start_copy(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node=2", "short.py")
+        ]
+    else:
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+        processes = [
+            start_copy(tmp_path, "short.py", **slurm_step(r, 2), **address) for r in (0, 1)
+        ]
+    assert outputs(*processes) == ["2 ranks, sum 2"]
 
 
 def test_sum_over_ranks_is_a_new_tensor():
@@ -648,10 +815,12 @@ def test_a_name_server_that_is_busy_is_asked_again(monkeypatch):
 
     monkeypatch.setattr(distributed, "NETWORK_TIMEOUT", 0)
     monkeypatch.setattr(distributed.socket, "getaddrinfo", getaddrinfo)
-    assert distributed.open_store(("busy", free_port(), ""), 0, 1, timedelta(seconds=20))
+    assert distributed.open_store(Address("busy", free_port()), 0, 1, timedelta(seconds=20))
 
 
 def test_the_store_has_the_timeout_of_the_job():
     """It begins with a longer one, which is for ranks that wait for rank 0."""
     timeout = timedelta(seconds=33)
-    assert distributed.rendezvous(("127.0.0.1", free_port(), ""), 0, 1, timeout).timeout == timeout
+    assert (
+        distributed.rendezvous(Address("127.0.0.1", free_port()), 0, 1, timeout).timeout == timeout
+    )

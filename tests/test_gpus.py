@@ -30,12 +30,18 @@ from imagenet.resume import check_batches
 LIBRARIES = [Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"]
 LIBRARIES += Path(torch.__file__).parent.parent.glob("nvidia/nccl/lib/libnccl.so*")
 
-# Two errors after the death of a peer. Their parts in angle brackets are variable, the others are in the libraries.
+# Two errors after the death of a peer. Their parts in angle brackets are variable, the others are
+# in the libraries.
 PROCESS_GROUP_NCCL = (
-    "NCCL error in: </pytorch/NCCLUtils.cpp:94>, <remote process exited or there was a network error>, "
-    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+    "NCCL error in: </pytorch/NCCLUtils.cpp:94>, <remote process exited or there was a network "
+    "error>, "
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely."
 )
-NCCL2 = "NCCL <operation> <failed>\nNCCL Last Error: <socketProgress: Connection closed by remote peer> <host1>"
+NCCL2 = (
+    "NCCL <operation> <failed>\nNCCL Last Error: <socketProgress: Connection closed by remote "
+    "peer> <host1>"
+)
 
 
 @pytest.mark.parametrize("text", [PROCESS_GROUP_NCCL, NCCL2])
@@ -53,7 +59,10 @@ def test_the_texts_of_these_errors_are_in_the_installed_libraries():
     for text in (
         "NCCL error in: ",
         "remote process exited or there was a network error",
-        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        (
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process "
+            "exiting prematurely."
+        ),
         "Connection closed by remote peer",
     ):
         assert text.encode() in content, text
@@ -61,12 +70,19 @@ def test_the_texts_of_these_errors_are_in_the_installed_libraries():
 
 def test_an_error_of_ours_in_cuda_is_not_a_lost_peer():
     assert lost_peer(RuntimeError("CUDA error: an illegal memory access was encountered")) is None
-    assert lost_peer(RuntimeError("NCCL error in: x.cpp:1, invalid usage, ncclInvalidUsage: Duplicate GPU")) is None
+    assert (
+        lost_peer(
+            RuntimeError("NCCL error in: x.cpp:1, invalid usage, ncclInvalidUsage: Duplicate GPU")
+        )
+        is None
+    )
 
 
 def model_with_batch_norm():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)
+    )
 
 
 def test_averaged_weights_are_those_of_torch_bit_for_bit():
@@ -85,7 +101,9 @@ def test_averaged_weights_are_those_of_torch_bit_for_bit():
     for name, tensor in ours.module.state_dict().items():
         if tensor.is_floating_point():
             assert torch.equal(tensor, expected[name]), name
-            assert not torch.equal(tensor, model.state_dict()[name]) and not torch.equal(tensor, start[name])
+            assert not torch.equal(tensor, model.state_dict()[name]) and not torch.equal(
+                tensor, start[name]
+            )
         else:
             assert torch.equal(tensor, model.state_dict()[name]), name
 
@@ -99,7 +117,9 @@ class BatchNormAct(nn.BatchNorm2d):
 
 def test_a_batch_norm_that_does_more_is_not_replaced_by_one_that_does_not():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), BatchNormAct(4))
-    with pytest.raises(UserError, match="BatchNormAct may do more than batch norm; leave out --sync-bn"):
+    with pytest.raises(
+        UserError, match="BatchNormAct may do more than batch norm; leave out --sync-bn"
+    ):
         convert_sync_batchnorm(model)
     twice = convert_sync_batchnorm(convert_sync_batchnorm(model_with_batch_norm()))
     assert type(twice[1]).__name__ == "SyncBatchNorm"
@@ -109,14 +129,30 @@ def test_a_checkpoint_without_a_scaler_continues_as_fp16():
     """Such as one of --amp none or bf16: GradScaler.load_state_dict({}) raises an error."""
     run_class = runpy.run_path(str(ROOT / "06_imagenet.py"))["Run"]
     run, model = object.__new__(run_class), nn.Linear(2, 2)
-    run.d, run.ema, run.model = SimpleNamespace(is_main=False, device=torch.device("cpu")), None, model
-    run.optimizer, run.scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    run.d, run.ema, run.model = (
+        SimpleNamespace(is_main=False, device=torch.device("cpu")),
+        None,
+        model,
+    )
+    run.optimizer, run.scaler = (
+        torch.optim.SGD(model.parameters(), 0.1),
+        torch.amp.GradScaler("cpu"),
+    )
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1, fused=True)
-    state = {"step": 3, "best": None, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {
+        "step": 3,
+        "best": None,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
     run.load_state_dict(state | {"scaler": {}}, "a checkpoint")
     assert run.step == 3 and run.scaler.get_scale() == 2**16
-    assert run.optimizer.param_groups[0]["fused"] is False, "the checkpoint of a machine with GPUs may say True"
-    run.load_state_dict(state | {"scaler": run.scaler.state_dict() | {"scale": 8.0}}, "a checkpoint")
+    assert run.optimizer.param_groups[0]["fused"] is False, (
+        "the checkpoint of a machine with GPUs may say True"
+    )
+    run.load_state_dict(
+        state | {"scaler": run.scaler.state_dict() | {"scale": 8.0}}, "a checkpoint"
+    )
     assert run.scaler.get_scale() == 8
 
 
@@ -133,21 +169,31 @@ print(setup_device(1, 2))
 
 def on_one_gpu(**parents):
     """Return the output of a torchrun worker of two that sees one GPU, started by a process with these variables."""
-    env = os.environ | {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {
+        "TORCHELASTIC_RUN_ID": "none",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     env = {name: value for name, value in env.items() if name != "CUDA_VISIBLE_DEVICES"} | parents
-    shell = f"CUDA_VISIBLE_DEVICES=0 {sys.executable} -c '{FAKE}'; true"  # true: or the shell becomes python
+    # true: or the shell becomes python
+    shell = f"CUDA_VISIBLE_DEVICES=0 {sys.executable} -c '{FAKE}'; true"
     done = subprocess.run(["sh", "-c", shell], env=env, capture_output=True, text=True)
     return done.stdout + done.stderr
 
 
 def test_two_ranks_on_the_one_gpu_that_torchrun_sees_are_refused_by_name():
     refused = on_one_gpu(CUDA_VISIBLE_DEVICES="0")
-    assert "2 processes on this machine, 1 GPU(s) in CUDA_VISIBLE_DEVICES=0: expected a GPU for each" in refused
-    for parents in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):  # something between torchrun and this process assigned it
+    assert (
+        "2 processes on this machine, 1 GPU(s) in CUDA_VISIBLE_DEVICES=0: expected a GPU for each"
+        in refused
+    )
+    # something between torchrun and this process assigned it
+    for parents in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):
         assert on_one_gpu(**parents) == "cuda:0\n"
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # this machine may have fewer cores
+# this machine may have fewer cores
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp_path):
     batches = GlobalBatches(4, 2, 0, 1)
     monkeypatch.setattr("imagenet.data.cores_per_process", lambda processes: 16 // processes)
@@ -162,13 +208,19 @@ def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp
 
 def test_a_gpu_that_emulates_bf16_is_named(monkeypatch, capsys):
     d = SimpleNamespace(device=torch.device("cuda", 0), is_main=True, world_size=1)
-    args = SimpleNamespace(sync_bn=False, amp="bf16", batch_size=4, evaluate=True, warmup_epochs=0, epochs=1)
+    args = SimpleNamespace(
+        sync_bn=False, amp="bf16", batch_size=4, evaluate=True, warmup_epochs=0, epochs=1
+    )
     args.train_path = None
     for supported, said in (
         (True, ""),
         (False, "--amp bf16: this GPU emulates bf16, which is slow; --amp fp16 is faster"),
     ):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, supported=supported: supported)
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_bf16_supported",
+            lambda including_emulation, supported=supported: supported,
+        )
         check_batches(args, d, nn.Linear(2, 2), GlobalBatches(8, 4, 0, 1))
         assert said in capsys.readouterr().out
 
@@ -232,8 +284,11 @@ def test_03_to_05_bind_the_process_group_to_their_gpu(script, joined, monkeypatc
 
 
 def test_setup_distributed_binds_the_process_group_to_its_gpu(joined, monkeypatch):
-    monkeypatch.setattr(distributed, "find_launcher", lambda _: ("torchrun", 3, 8, 3, 4, None))
-    monkeypatch.setattr(distributed, "_set_variables", lambda *_: None)
+    monkeypatch.setattr(
+        distributed, "find_launcher", lambda _: ("torchrun", distributed.Ranks(3, 8, 3, 4))
+    )
+    monkeypatch.setattr(distributed, "find_address", lambda *_: None)
+    monkeypatch.setattr(distributed, "set_variables", lambda *_: None)
     for backend, device in ((None, torch.device("cuda", 1)), ("gloo", None)):
         with pytest.raises(Reached):
             distributed.setup_distributed(backend)
@@ -244,7 +299,11 @@ def test_a_record_names_the_software_of_a_gpu(monkeypatch):
     if torch.version.cuda is None:
         pytest.skip("this torch was built without CUDA")
     fields = report.gpu_software(torch.device("cuda", 0))
-    assert fields["cuda"] == torch.version.cuda and fields["nccl"].count(".") == 2 and fields["nccl_class"] is None
+    assert (
+        fields["cuda"] == torch.version.cuda
+        and fields["nccl"].count(".") == 2
+        and fields["nccl_class"] is None
+    )
     assert fields["tf32_matmul"] is False and fields["tf32_conv"] is True, "the defaults of torch"
     torch.set_float32_matmul_precision("high")
     try:
@@ -257,7 +316,10 @@ def test_a_record_names_the_software_of_a_gpu(monkeypatch):
     "text",
     [
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n",
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (dvs)\n",
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  "
+            "(dvs)\n"
+        ),
     ],
 )
 def test_the_version_of_the_driver_is_found_in_both_forms(text, monkeypatch):

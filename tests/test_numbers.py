@@ -43,7 +43,7 @@ EVALUATION = 50  # seconds of reading a batch of test images
 
 def alone():
     """The Distributed of the only process."""
-    return Distributed(0, 0, 1, 1, torch.device("cpu"), "gloo", "python")
+    return Distributed(0, 1, 0, 1, torch.device("cpu"), "gloo", "python")
 
 
 class Clock:

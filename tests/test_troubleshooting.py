@@ -31,12 +31,13 @@ from torch.utils.data import DistributedSampler
 from torchvision.transforms import v2
 
 from common.ddp_flags import parse_spawn_args
-from common.distributed import find_launcher, free_port, rendezvous, setup_device, setup_distributed
+from common.distributed import Address, free_port, rendezvous, setup_device, setup_distributed
 from imagenet.elastic import check_restarts
 from tools.lab import hosts as hosts_module
 
 PAGE = ROOT / "docs/troubleshooting.md"
-CASES = range(1, 34)  # those that users report, in the order of how much they bite; there may be more entries
+# those that users report, in the order of how much they bite; there may be more entries
+CASES = range(1, 34)
 SHORT = timedelta(seconds=1)
 NOT_HERE = "Not provoked here:"
 
@@ -92,7 +93,8 @@ def provokes(*numbers):
         def compare(*args, **kwargs):
             printed = test(*args, **kwargs)
             if version(torch.__version__) < version(PAGE.read_text()):
-                pytest.skip("the page quotes a newer PyTorch")  # one that is newer than the page must be compared
+                # one that is newer than the page must be compared
+                pytest.skip("the page quotes a newer PyTorch")
             for number in numbers:
                 entry = ENTRIES[number]
                 assert entry.provoked, f"entry {number} quotes nothing that could be provoked"
@@ -129,7 +131,11 @@ def test_every_case_has_an_entry_that_is_provoked_or_says_why_not():
 
 @pytest.mark.slow
 def test_every_test_that_an_entry_names_exists_and_every_provoked_entry_names_its_own():
-    exist = set(re.findall(r"^def (test_\w+)", "".join(p.read_text() for p in ROOT.glob("tests/test_*.py")), re.M))
+    exist = set(
+        re.findall(
+            r"^def (test_\w+)", "".join(p.read_text() for p in ROOT.glob("tests/test_*.py")), re.M
+        )
+    )
     for number, entry in ENTRIES.items():
         named = set(re.findall(r"`(test_\w+)`", entry.body))
         assert named <= exist, f"entry {number}"
@@ -154,16 +160,26 @@ def test_a_text_that_needs_a_gpu_is_one_of_the_installed_libraries():
     for entry in ENTRIES.values():
         for quote, after in entry.others:
             if "needs a GPU" in after:
-                parts |= {part.strip().encode() for part in re.split("[…(),:]", one_line(quote)) if len(part) > 4}
+                parts |= {
+                    part.strip().encode()
+                    for part in re.split("[…(),:]", one_line(quote))
+                    if len(part) > 4
+                }
     assert len(parts) > 8
     for file in files:
-        with file.open("rb") as code, mmap.mmap(code.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with (
+            file.open("rb") as code,
+            mmap.mmap(code.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
             parts -= {part for part in parts if content.find(part) >= 0}
     assert parts == set()
 
 
 def test_a_quote_that_is_not_printed_would_be_noticed():
-    for number, right, wrong in (7, "address for: eth9", "address of: eth9"), (20, "prior iteration", "last iteration"):
+    for number, right, wrong in (
+        (7, "address for: eth9", "address of: eth9"),
+        (20, "prior iteration", "last iteration"),
+    ):
         entry = read_entries(PAGE.read_text().replace(right, wrong))[number]
         printed = "\n".join(ENTRIES[number].provoked)
         assert missing_quotes(ENTRIES[number], printed) == []
@@ -183,11 +199,27 @@ def sections(text):
 def provoked(tmp_path_factory):
     """What two ranks print, and what torchrun prints: {name of a mistake: text}."""
     folder = tmp_path_factory.mktemp("provoked")
-    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
-    options = {"cwd": ROOT, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    two = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--log-dir={folder}", "--redirects=3"]
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
+    options = {
+        "cwd": ROOT,
+        "env": env,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    two = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--log-dir={folder}",
+        "--redirects=3",
+    ]
     two.append(f"--master-port={free_port()}")  # torchrun of torch 2.9 would take 29500 for both
-    ranks = subprocess.Popen([sys.executable, *two, "tests/helpers/provoke.py"], start_new_session=True, **options)
+    ranks = subprocess.Popen(
+        [sys.executable, *two, "tests/helpers/provoke.py"], start_new_session=True, **options
+    )
     other = subprocess.Popen(
         [sys.executable, "tests/helpers/provoke.py", "launchers"], start_new_session=True, **options
     )
@@ -222,13 +254,19 @@ def test_collectives_that_differ_are_told_apart_by_the_debug_level(provoked):
 def test_torchrun_says_what_is_wrong_with_a_job(provoked):
     assert provoked["a job that ends"] == "work\n"
     names = ["failed", "failed and recorded", "killed", "two processes", "torch.distributed.launch"]
-    return "\n".join(provoked[name] for name in [*names, "the same job again", "nobody keeps the store"])
+    return "\n".join(
+        provoked[name] for name in [*names, "the same job again", "nobody keeps the store"]
+    )
 
 
 @pytest.mark.slow
 def test_a_local_count_over_the_global_size_is_half_the_accuracy_on_two_ranks(provoked):
     text = provoked["local over global"]
-    assert text.count("accuracy of rank") == 2 and text.count(": 45%") == 2 and text.count("accuracy: 90%") == 2
+    assert (
+        text.count("accuracy of rank") == 2
+        and text.count(": 45%") == 2
+        and text.count("accuracy: 90%") == 2
+    )
 
 
 @pytest.mark.slow
@@ -265,7 +303,9 @@ def test_a_monitored_barrier_names_the_rank_that_does_not_come(provoked):
 @provokes(40)
 def test_nccl_without_a_gpu_is_refused(provoked, environment):
     need_no_gpu()
-    plain = functools.partial(dist.init_process_group, "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    plain = functools.partial(
+        dist.init_process_group, "nccl", store=dist.HashStore(), rank=0, world_size=1
+    )
     return provoked["no GPU to count"] + raised(plain, lambda: setup_distributed(backend="nccl"))
 
 
@@ -286,7 +326,9 @@ def test_a_host_whose_name_is_loopback_is_not_reached(monkeypatch):
         Path(two.folder.name, "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 host1 host2\n")
         command = ["python", "tests/helpers/provoke.py", "join", two.addresses[0]]
         variables = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
-        ranks = [two.popen(k, *command, k, variables=variables, stderr=subprocess.STDOUT) for k in (0, 1)]
+        ranks = [
+            two.popen(k, *command, k, variables=variables, stderr=subprocess.STDOUT) for k in (0, 1)
+        ]
         deadline = time.monotonic() + 90
         while all(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -298,7 +340,9 @@ def test_a_host_whose_name_is_loopback_is_not_reached(monkeypatch):
 
 def missing_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
-    return raised(lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1))
+    return raised(
+        lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    )
 
 
 @pytest.mark.slow
@@ -331,7 +375,9 @@ def test_a_small_shared_memory_kills_loader_workers():
 @provokes(29)
 def test_ctrl_c_ends_torchrun_with_a_traceback_of_its_own(tmp_path):
     (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
-    process = start("-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1", tmp_path / "train.py")
+    process = start(
+        "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1", tmp_path / "train.py"
+    )
     assert process.stdout.readline() == "here\n"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     err = process.communicate(timeout=300)[1]
@@ -340,9 +386,14 @@ def test_ctrl_c_ends_torchrun_with_a_traceback_of_its_own(tmp_path):
 
 
 def without_a_main_guard(folder):
-    text = "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()\n"
+    text = (
+        "import "
+        "multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()\n"
+    )
     (folder / "train.py").write_text(text)
-    return subprocess.run([sys.executable, folder / "train.py"], capture_output=True, text=True, timeout=300).stderr
+    return subprocess.run(
+        [sys.executable, folder / "train.py"], capture_output=True, text=True, timeout=300
+    ).stderr
 
 
 def spawn_a_local_function():
@@ -355,14 +406,20 @@ def spawn_a_local_function():
 @pytest.mark.slow
 @provokes(30)
 def test_what_cannot_be_spawned_or_forked_says_so(provoked, tmp_path):
-    return raised(spawn_a_local_function) + provoked["CUDA in a forked process"] + without_a_main_guard(tmp_path)
+    return (
+        raised(spawn_a_local_function)
+        + provoked["CUDA in a forked process"]
+        + without_a_main_guard(tmp_path)
+    )
 
 
 # What this process can do alone
 
 
 @provokes(3)
-def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment, monkeypatch, capsys):
+def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(
+    environment, monkeypatch, capsys
+):
     environment(SLURM_STEP_NUM_TASKS=2)
     monkeypatch.setattr(sys, "argv", ["04_mnmc_ddp_mp.py"])
     with pytest.raises(SystemExit):
@@ -373,14 +430,16 @@ def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(environment,
 @provokes(4)
 def test_a_world_larger_than_its_processes_ends_in_a_timeout(quick):
     url = f"tcp://127.0.0.1:{free_port()}"
-    plain = functools.partial(dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT)
-    return raised(plain, lambda: rendezvous(("127.0.0.1", free_port(), ""), 0, 2, SHORT))
+    plain = functools.partial(
+        dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT
+    )
+    return raised(plain, lambda: rendezvous(Address("127.0.0.1", free_port()), 0, 2, SHORT))
 
 
 @provokes(44)
 def test_two_torchruns_on_a_machine_are_refused(environment):
     environment(**torchrun(), **slurm_step(tasks=4) | {"SLURM_STEP_NUM_NODES": 2})
-    return raised(find_launcher)
+    return raised(setup_distributed)
 
 
 @provokes(45)
@@ -392,8 +451,10 @@ def test_a_rank_that_is_there_twice_is_named_with_the_way_out():
 def test_a_port_that_is_taken_is_an_error_of_torch_and_a_hint_of_ours():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     url = f"tcp://127.0.0.1:{store.port}"
-    plain = functools.partial(dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT)
-    return raised(plain, lambda: rendezvous(("127.0.0.1", store.port, ""), 0, 2, SHORT))
+    plain = functools.partial(
+        dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT
+    )
+    return raised(plain, lambda: rendezvous(Address("127.0.0.1", store.port), 0, 2, SHORT))
 
 
 @provokes(9)
@@ -410,7 +471,9 @@ def test_a_checkpoint_of_a_gpu_is_loaded_where_it_was_unless_told_otherwise(tmp_
     with monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
-    assert torch.load(tmp_path / "weights.pt", map_location="cpu")["weight"].device == torch.device("cpu")
+    assert torch.load(tmp_path / "weights.pt", map_location="cpu")["weight"].device == torch.device(
+        "cpu"
+    )
     return raised(lambda: torch.load(tmp_path / "weights.pt"))
 
 
@@ -486,8 +549,12 @@ def test_a_device_id_needs_an_index():
 @provokes(42)
 def test_a_name_that_does_not_resolve_is_named(quick):
     url = "tcp://no-such-host.invalid:29500"
-    plain = functools.partial(dist.init_process_group, "gloo", init_method=url, rank=1, world_size=2, timeout=SHORT)
-    return raised(plain, lambda: rendezvous(("no-such-host.invalid", 29500, ""), 1, 2, 9 * SHORT))
+    plain = functools.partial(
+        dist.init_process_group, "gloo", init_method=url, rank=1, world_size=2, timeout=SHORT
+    )
+    return raised(
+        plain, lambda: rendezvous(Address("no-such-host.invalid", 29500), 1, 2, 9 * SHORT)
+    )
 
 
 # What is no error, and wrong all the same
@@ -495,9 +562,13 @@ def test_a_name_that_does_not_resolve_is_named(quick):
 
 def test_distributed_sampler_repeats_images_and_the_range_of_03_does_not():
     images, ranks = range(1003), 64
-    padded = [i for rank in range(ranks) for i in DistributedSampler(images, ranks, rank, shuffle=False)]
+    padded = [
+        i for rank in range(ranks) for i in DistributedSampler(images, ranks, rank, shuffle=False)
+    ]
     assert len(padded) == 1024 and len(set(padded)) == 1003
-    assert sorted(i for rank in range(ranks) for i in range(rank, len(images), ranks)) == list(images)
+    assert sorted(i for rank in range(ranks) for i in range(rank, len(images), ranks)) == list(
+        images
+    )
 
 
 def test_without_set_epoch_every_epoch_has_the_same_order():

@@ -11,7 +11,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in 
 import preflight
 import torch
 
-from common.distributed import find_launcher
+from common.distributed import find_launcher, original_environment
 from common.errors import one_line_errors
 
 
@@ -38,8 +38,8 @@ FAKES = {
 
 if __name__ == "__main__":
     with one_line_errors():
-        fakes, rank = os.environ["FAKE"].split(","), find_launcher()[1]
-        for fake in fakes:
-            if fake == "gpu" or rank == int(os.environ.get("FAKE_RANK", 1)):
+        _, ranks = find_launcher(original_environment())
+        for fake in os.environ["FAKE"].split(","):
+            if fake == "gpu" or ranks.rank == int(os.environ.get("FAKE_RANK", 1)):
                 FAKES[fake]()
         preflight.main()

@@ -3,17 +3,30 @@
 import threading
 from datetime import timedelta
 
-from common.distributed import LaunchError, free_port, rendezvous
+from common.distributed import Address, LaunchError, free_port, rendezvous
 
 # The beginnings of the names of their variables
-VARIABLES = ("RANK", "PET_", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
+VARIABLES = (
+    "RANK",
+    "PET_",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "GROUP_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+)
 VARIABLES += ("MPI_", "SETUP_DISTRIBUTED_")
 
 
 def torchrun(rank=1, world_size=4, **more):
     """What torchrun tells a worker of two machines with two processes each."""
     return {
-        "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2,
+        "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, (
+            "GROUP_WORLD_SIZE"
+        ): 2,
         "MASTER_ADDR": "node0", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "none",
     } | more  # fmt: skip
 
@@ -26,7 +39,9 @@ def by_hand(rank=1, **more):
 def slurm_step(rank=0, tasks=1, nodelist="localhost"):
     """What srun tells a task of a step on one machine."""
     return {
-        "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
+        "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, (
+            "SLURM_NODEID"
+        ): 0,
         "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_STEP_NUM_NODES": 1,
         "SLURM_STEP_NODELIST": nodelist, "SLURM_CPUS_ON_NODE": tasks,
     }  # fmt: skip
@@ -34,8 +49,17 @@ def slurm_step(rank=0, tasks=1, nodelist="localhost"):
 
 def srun(rank=1, tasks=4, nodes="n[01-02]", **more):
     """What srun tells a task of a step of two machines with two tasks each."""
-    layout = {"SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
-    return slurm_step(rank, tasks, nodes) | layout | {"SLURM_STEP_NUM_NODES": 2, "SLURM_NTASKS": tasks} | more
+    layout = {
+        "SLURM_LOCALID": rank % 2,
+        "SLURM_NODEID": rank // 2,
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }
+    return (
+        slurm_step(rank, tasks, nodes)
+        | layout
+        | {"SLURM_STEP_NUM_NODES": 2, "SLURM_NTASKS": tasks}
+        | more
+    )
 
 
 def mpirun(rank=1, size=2, **more):
@@ -50,7 +74,7 @@ def without(variables, *names):
 
 def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job="", device=None):
     """Send these ranks to one rendezvous, a thread each; returns what each got: a store, or an error."""
-    address = ("localhost", port or free_port(), job)
+    address = Address("localhost", port or free_port(), job)
     results = [None] * len(ranks)
 
     def go(k, rank):
@@ -60,7 +84,9 @@ def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job
         except LaunchError as error:
             results[k] = str(error)
 
-    threads = [threading.Thread(target=go, args=arguments, daemon=True) for arguments in enumerate(ranks)]
+    threads = [
+        threading.Thread(target=go, args=arguments, daemon=True) for arguments in enumerate(ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

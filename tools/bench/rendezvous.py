@@ -3,9 +3,10 @@
     python tools/bench/rendezvous.py
     python tools/bench/rendezvous.py --ranks 64 --repeats 1
 
-The ranks are forked on this machine after torch was imported. torch looks up the host name of every address that it
-connects to. In the one situation /etc/hosts answers at once, in the other the name server never answers and a look-up
-takes 5 s. Each has its own view of /etc/hosts and /etc/resolv.conf, which needs root and `unshare --mount`.
+The ranks are forked on this machine after torch was imported. torch looks up the host name of every
+address that it connects to. In the one situation /etc/hosts answers at once, in the other the name
+server never answers and a look-up takes 5 s. Each has its own view of /etc/hosts and
+/etc/resolv.conf, which needs root and `unshare --mount`.
 """
 
 import argparse
@@ -30,12 +31,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
-from common.distributed import cores_per_process, free_port, rendezvous, setup_distributed
+from common.distributed import (
+    Address,
+    cores_per_process,
+    free_port,
+    rendezvous,
+    setup_distributed,
+)
 from common.report import device_name
 from tools.records import append
 
 WHO = ("ours", "torch")
-NAME_SERVER = f"127.9.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"  # where a socket listens that never answers
+# where a socket listens that never answers
+NAME_SERVER = f"127.9.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"
 FILES = {  # what is added to /etc/hosts, and what replaces /etc/resolv.conf
     "quick": ("::ffff:127.0.0.1 localhost\n", ""),
     "slow": ("", f"nameserver {NAME_SERVER}\noptions timeout:5 attempts:1\n"),
@@ -46,7 +54,11 @@ TIMEOUT = datetime.timedelta(minutes=5)
 def main(args):
     if args.inside:
         return measure(args)
-    env = {"device_name": device_name(torch.device("cpu")), "cores": cores_per_process(1), "torch": torch.__version__}
+    env = {
+        "device_name": device_name(torch.device("cpu")),
+        "cores": cores_per_process(1),
+        "torch": torch.__version__,
+    }
     env |= {"python": platform.python_version()}
     print(f"{'names':6} {'what':10} {'ranks':>5} {'ours':>9} {'torch':>9} {'ours/torch':>10}")
     for names in args.names:
@@ -54,36 +66,70 @@ def main(args):
             print(f"{names:6} skipped: {reason}")
             continue
         for record in inside(names, args):
-            ours, other = (statistics.median(times) if all(times := record[f"{who}_seconds"]) else None for who in WHO)
+            ours, other = (
+                statistics.median(times) if all(times := record[f"{who}_seconds"]) else None
+                for who in WHO
+            )
             texts = [f"{seconds:.2f} s" if seconds else "failed" for seconds in (ours, other)]
             ratio = f"{ours / other:.2f}" if ours and other else ""
             print(
-                f"{names:6} {record['what']:10} {record['ranks']:5} {texts[0]:>9} {texts[1]:>9} {ratio:>10}", flush=True
+                (
+                    f"{names:6} {record['what']:10} {record['ranks']:5} {texts[0]:>9} "
+                    f"{texts[1]:>9} {ratio:>10}"
+                ),
+                flush=True,
             )
             started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            append(args.log_file, env | {"started": started, "bench": "rendezvous", "names": names} | record)
+            append(
+                args.log_file,
+                env | {"started": started, "bench": "rendezvous", "names": names} | record,
+            )
 
 
 def missing():
     """Return why this machine cannot give a process its own /etc/hosts, or None."""
     if os.geteuid() != 0:
         return "needs root, for a private /etc/hosts"
-    if not shutil.which("unshare") or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
+    ):
         return "this machine permits no private mounts (unshare --mount)"
     return None
 
 
 def inside(names, args):
     """Measure where names resolve like this; yield the records."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent,
+    ):
         silent.bind((NAME_SERVER, 53))  # a name server that nobody reads from, so it never answers
         hosts, resolver = Path(folder, "hosts"), Path(folder, "resolv.conf")
         hosts.write_text(Path("/etc/hosts").read_text() + FILES[names][0])
         resolver.write_text(FILES[names][1] or Path("/etc/resolv.conf").read_text())
         mounts = f"mount --bind {hosts} /etc/hosts && mount --bind {resolver} /etc/resolv.conf &&"
-        flags = [f"--start={args.start}", f"--repeats={args.repeats}", "--inside", "--ranks", *map(str, args.ranks)]
-        command = ["unshare", "--mount", "sh", "-c", f'{mounts} exec "$@"', "sh", sys.executable, __file__, *flags]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        flags = [
+            f"--start={args.start}",
+            f"--repeats={args.repeats}",
+            "--inside",
+            "--ranks",
+            *map(str, args.ranks),
+        ]
+        command = [
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            f'{mounts} exec "$@"',
+            "sh",
+            sys.executable,
+            __file__,
+            *flags,
+        ]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
             yield from map(json.loads, process.stdout)
 
 
@@ -129,7 +175,7 @@ def seconds_to_join(ranks, join):
 
 
 def rendezvous_ours(rank, ranks, port):
-    return rendezvous(("127.0.0.1", port, ""), rank, ranks, TIMEOUT)
+    return rendezvous(Address("127.0.0.1", port), rank, ranks, TIMEOUT)
 
 
 def rendezvous_torch(rank, ranks, port):
@@ -137,8 +183,16 @@ def rendezvous_torch(rank, ranks, port):
 
 
 def set_variables(rank, ranks, port):
-    values = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in values.items()} | {"OMP_NUM_THREADS": "1"})
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ.update(
+        {name: str(value) for name, value in values.items()} | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 def start_ours(rank, ranks, port):
@@ -154,12 +208,33 @@ def start_torch(rank, ranks, port):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[16, 64, 128, 512], metavar="N", help="ranks of one rendezvous")
-    add("--start", type=int, default=48, metavar="N", help="ranks of the whole start, to one barrier; 0: none")
+    add(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[16, 64, 128, 512],
+        metavar="N",
+        help="ranks of one rendezvous",
+    )
+    add(
+        "--start",
+        type=int,
+        default=48,
+        metavar="N",
+        help="ranks of the whole start, to one barrier; 0: none",
+    )
     add("--names", choices=FILES, nargs="+", default=list(FILES), help="how names resolve")
-    add("--repeats", type=int, default=3, metavar="N", help="runs of each, of which the median is shown")
+    add(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="runs of each, of which the median is shown",
+    )
     add("--log-file", metavar="FILE", help="append one JSON line per row to FILE")
     add("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -182,31 +182,36 @@ MUTANTS = [
          "tests/test_gpus.py -k batch_norm"),
     ),
     *mutants("common/distributed.py",
-        ("    total = tensor.clone()\n", "    total = tensor\n", "sum_over_ranks leaves its argument alone",
-         "tests/test_distributed.py -k new_tensor"),
-        ("is_mpich = MPICH[0] in env and (MPICH[2] in env or SLURM[1] not in env)", "is_mpich = MPICH[0] in env",
+        ("    total = tensor.clone()\n", "    total = tensor\n",
+         "sum_over_ranks leaves its argument alone", "tests/test_distributed.py -k new_tensor"),
+        ('"MPI_LOCALRANKID" not in environment and "SLURM_STEP_NUM_TASKS" in environment', "False",
          "srun with PMI is srun", "tests/test_distributed.py -k recognised"),
-        ('return counts[_read_number("SLURM_NODEID", 0, len(counts) - 1)]', "return counts[0]", "uneven tasks per node",
-         "tests/test_distributed.py -k recognised"),
-        ("torch.device(kind, 0 if has_own_gpu else local_rank)", "torch.device(kind, local_rank)",
+        ('return counts[read_number(environment, SRUN, "SLURM_NODEID", 0, len(counts) - 1)]',
+         "return counts[0]", "uneven tasks per node", "tests/test_distributed.py -k recognised"),
+        ("torch.device(kind, 0 if is_own else local_rank)", "torch.device(kind, local_rank)",
          "a task with its own GPU", "tests/test_distributed.py -k gpu"),
-        ("if is_task and count > local_world_size == slurm_tasks_here() == 1:", "if False:", "no idle GPUs in silence",
-         "tests/test_distributed.py -k slurm_task"),
-        ('if store.add(f"claims to {claim}", 1) == 1:', 'if store.add(f"claims to {claim}", 1):',
+        ("    if count > local_world_size == 1 and is_task", "    if False and is_task",
+         "no idle GPUs in silence", "tests/test_distributed.py -k slurm_task"),
+        ('if store.add(f"claims to {thing}", 1) == 1:', 'if store.add(f"claims to {thing}", 1):',
          "a rank that is there twice is named", "tests/test_distributed.py -k twice"),
-        ("    if found != job:\n", "    if False:\n", "two jobs do not merge", "tests/test_distributed.py -k merge"),
-        ("        gc.collect()", "        pass", "no thread outlives the group", "tests/test_launch.py -k no_thread"),
-        ("PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500", "29500", "jobs get ports of their own",
-         "tests/test_distributed.py -k recognised"),
-        ("    _set_variables((rank, world_size, local_rank, local_world_size), address)\n", "",
+        ("    if found_job != job:\n", "    if False:\n",
+         "two jobs do not merge", "tests/test_distributed.py -k merge"),
+        ("        gc.collect()", "        pass",
+         "no thread outlives the group", "tests/test_launch.py -k no_thread"),
+        ("PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500", "29500",
+         "jobs get ports of their own", "tests/test_distributed.py -k recognised"),
+        ("    set_variables(ranks, address, environment)\n", "",
          "torchrun's variables are set", "tests/test_distributed.py -k variables_of_torchrun"),
+        ('environment.get("MASTER_PORT") or free_port()',
+         'environment.get("MASTER_PORT", free_port())',
+         "under torchrun no port is tried", "tests/test_distributed.py -k no_port"),
         ("        local_world_size //= tasks  # processes within one task\n", "",
          "torchrun in a task has all its cores", "tests/test_distributed.py -k cores"),
-        ("if error.errno != socket.EAI_AGAIN and time", "if time", "a name server may be busy",
-         "tests/test_distributed.py -k busy"),
-        ("    store.set_timeout(timeout)\n    return store\n\n\ndef open_store", "    return store\n\n\ndef open_store",
+        ("if not is_busy and time", "if time",
+         "a name server may be busy", "tests/test_distributed.py -k busy"),
+        ("    store.set_timeout(timeout)\n    return store\n", "    return store\n",
          "a collective has the timeout of the job", "tests/test_distributed.py -k store_has"),
-        ('"world_size": world_size, "timeout": timeout,', '"world_size": world_size,',
+        ("backend=backend, timeout=timeout,", "backend=backend,",
          "a peer that stops ends the job", "tests/test_timeouts.py -k setup_distributed"),
         ("is_main = property(lambda self: self.rank == 0)",
          "is_main = property(lambda self: self.local_rank == 0)",
@@ -243,7 +248,7 @@ MUTANTS = [
          "means over the epoch", "tests/test_scripts.py -k plain_pytorch"),
         ("if self.args.log_file and self.rank == 0:", "if self.args.log_file:", "only rank 0 writes",
          "tests/test_report.py -k rank_0"),
-        ("        dist.all_gather_object(everyone,", "        everyone[0] = (", "every host has a line",
+        ("        dist.all_gather_object(\n            everyone,", "        everyone[0] = (", "every host has a line",
          "tests/test_report.py -k hosts_have"),
         ('len({r["started"] for r in map(json.loads, file) if r["command"] == command})',
          'len([r for r in map(json.loads, file) if r["command"] == command])',
@@ -258,7 +263,7 @@ MUTANTS = [
     *mutants("common/flags.py",
         ('name and copies[name] > 1 and rank == "0"', "name and copies[name] > 1", "one warning, from rank 0",
          "tests/test_launch.py -k copies"),
-        ('default="linear", help="linear', 'default="none", help="linear', "the rate follows the batch",
+        ('default="linear",', 'default="none",', "the rate follows the batch",
          "tests/test_scripts.py -k learning_rate_follows"),
         ("self.exit(2, f", "self.exit(1, f", "a mistake is exit code 2", "tests/test_scripts.py -k mistake"),
     ),
@@ -398,7 +403,7 @@ MUTANTS = [
          "tests/test_preflight.py -k clock_that"),
         ("key=lambda item: abs(item[1])", "key=lambda item: item[1]", "the worst clock is named",
          "tests/test_preflight.py -k clock_that"),
-        (', "timeout": datetime.timedelta(seconds=3 * SILENCE)}', "}",
+        ('        "timeout": datetime.timedelta(seconds=3 * SILENCE),\n', "",
          "all_reduce ends without a peer",
          "tests/test_timeouts.py -k preflight"),
     ),
@@ -419,7 +424,8 @@ MUTANTS = [
          "tests/test_drill.py -k limited"),
     ),
     *mutants("launch/store.py",
-        ('        fail(f"port {port}: {error.strerror}', '        print(f"port {port}: {error.strerror}',
+        ('        fail(\n            f"port {port}: {error.strerror}',
+         '        print(\n            f"port {port}: {error.strerror}',
          "a port that is taken is one line", "tests/test_drill.py -k second_store"),
     ),
     *mutants("launch/slurm/03_torchrun.sbatch",
@@ -434,7 +440,9 @@ def check(mutants):
     """Raise UserError if a mutant no longer fits its file."""
     for mutant in mutants:
         if (count := (ROOT / mutant.file).read_text().count(mutant.before)) != 1:
-            raise UserError(f"{mutant.file}: {mutant.before!r} is there {count} times: expected once; mend the mutant")
+            raise UserError(
+                f"{mutant.file}: {mutant.before!r} is there {count} times: expected once; mend the mutant"
+            )
 
 
 def try_mutant(copy, mutant):
@@ -447,9 +455,13 @@ def try_mutant(copy, mutant):
 
 def parse_args():
     parser = Parser(__doc__)
-    parser.add_argument("files", nargs="*", metavar="TEXT", help="mutants of files whose name contains it")
+    parser.add_argument(
+        "files", nargs="*", metavar="TEXT", help="mutants of files whose name contains it"
+    )
     parser.add_argument("--list", action="store_true", help="list the mutants")
-    parser.add_argument("--jobs", type=whole_number(1), default=2, metavar="N", help="copies that run side by side")
+    parser.add_argument(
+        "--jobs", type=whole_number(1), default=2, metavar="N", help="copies that run side by side"
+    )
     return parser.parse_args()
 
 
@@ -468,7 +480,9 @@ def main(args):
             print(f"{promise} {seconds:4.0f} s  {noticed or 'SURVIVED'}", flush=True)
             survivors += [mutant] * (noticed is None)
     if survivors:
-        raise UserError(f"{len(survivors)} of {len(chosen)} mutants survived: write a test for each")
+        raise UserError(
+            f"{len(survivors)} of {len(chosen)} mutants survived: write a test for each"
+        )
     print(f"all {len(chosen)} mutants were noticed")
 
 
