@@ -23,6 +23,7 @@ from imagenet import signals
 if __name__ == "__main__":
     signals.install()  # now, because a signal may arrive in the seconds that importing torch takes
 
+import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -35,17 +36,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.distributed import cleaned_up, setup_distributed, sum_over_ranks
+from common.distributed import Distributed, cleaned_up, setup_distributed, sum_over_ranks
 from common.errors import one_line_errors
 from common.syncbn import convert_sync_batchnorm
-from imagenet.checkpoint import BEST, Checkpoints
+from imagenet.checkpoint import BEST, Checkpoints, SaveTimer
 from imagenet.data import DeviceLoader, build_datasets, build_normalize
 from imagenet.elastic import GlobalBatches, Stopped, Votes, check_launch, exit_for_requeue
 from imagenet.finetune import freeze, start_from, train_mode
 from imagenet.flags import AMP_DTYPES, parse_args
 from imagenet.model import AveragedModel, build_model, parameter_groups
 from imagenet.progress import Progress
-from imagenet.resume import check_batches, check_resume, load_into
+from imagenet.resume import check_batches, check_same_run, load_into, micro_batches
 
 LISTING = datetime.timedelta(minutes=30)  # until every rank must have listed its files
 
@@ -64,7 +65,8 @@ def main(args):
     dist.monitored_barrier(group, LISTING)  # on a slow disk one rank may list files for minutes
     checkpoints = Checkpoints(args.checkpoints_path, d, group, args.keep, args.timeout / 2)
     state, path = checkpoints.load() if args.resume else (None, None)
-    accumulate, micro_batch = check_resume(args, d, checkpoints, len(train_set), state, path)
+    check_same_run(args, d, checkpoints, len(train_set), state, path)
+    accumulate, micro_batch = micro_batches(args, d.world_size, state)
 
     # 1. define model
     torch.manual_seed(args.seed)  # the same weights on every rank
@@ -80,9 +82,10 @@ def main(args):
     ddp = wrap_model(model, args.deterministic) if d.world_size > 1 else model
 
     # 2. define dataloader
-    pieces = d.rank, d.world_size, accumulate
-    train_batches = GlobalBatches(len(train_set), args.batch_size, *pieces, seed=args.seed)
-    val_batches = GlobalBatches(len(val_set), args.batch_size, *pieces)
+    train_batches = GlobalBatches(
+        len(train_set), args.batch_size, d.rank, d.world_size, accumulate, seed=args.seed
+    )
+    val_batches = GlobalBatches(len(val_set), args.batch_size, d.rank, d.world_size, accumulate)
     train_loader = DeviceLoader(train_set, train_batches, args.workers, d, group)
     val_loader = DeviceLoader(val_set, val_batches, args.workers, d, group)
     progress = Progress(args, d, train_batches, ddp)
@@ -96,20 +99,32 @@ def main(args):
     fused = d.device.type == "cuda"  # one kernel for all weights
     optimizer = torch.optim.SGD(groups, 0, args.momentum, nesterov=nesterov, fused=fused)
     scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
-    run = Run(args, d, model, ema, ddp, criterion, optimizer, scaler, train_batches, micro_batch)
+    run = Run(
+        args=args,
+        d=d,
+        model=model,
+        ema=ema,
+        ddp=ddp,
+        criterion=criterion,
+        optimizer=optimizer,
+        scaler=scaler,
+        batches=train_batches,
+        micro_batch=micro_batch,
+    )
     if state:
         run.load_state_dict(state, path)
         progress.print(f"resumed from {path}, after step {run.step} of {args.epochs * run.steps}")
 
     # 4. train and evaluate
     votes = Votes(group)
+    save_timer = SaveTimer(args.checkpoint_every)
     signals.stop.training = True  # from now on a signal does not end the process: see train_epoch
     accuracy, stopped = None, None
     try:
         if args.evaluate:
             accuracy = evaluate(run, val_loader, votes)
         for epoch in range(run.epoch, 0 if args.evaluate else args.epochs):
-            train_epoch(run, epoch, train_loader, votes, checkpoints, progress)
+            train_epoch(run, epoch, train_loader, votes, checkpoints, save_timer, progress)
             accuracy = evaluate(run, val_loader, votes) if evaluation_due(args, epoch) else None
             progress.show_epoch(accuracy)
             if accuracy and (run.best is None or accuracy[0] > run.best):
@@ -126,7 +141,7 @@ def main(args):
     signals.ignore()
 
 
-def train_epoch(run, epoch, loader, votes, checkpoints, progress):
+def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
     """Train from the current step to the end of an epoch.
 
     Raises:
@@ -141,7 +156,7 @@ def train_epoch(run, epoch, loader, votes, checkpoints, progress):
     batches = progress.timed(loader, epoch, first_step, run.totals)
     for step in range(first_step, run.steps):
         # A signal reaches one rank. All ranks vote, and count the votes at the end of the step.
-        votes.cast(signals.stop.signal, d.is_main and args.checkpoint_every.overdue())
+        votes.cast(signals.stop.signal, d.is_main and save_timer.overdue())
         lr = learning_rate(args, epoch + step / run.steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -149,7 +164,7 @@ def train_epoch(run, epoch, loader, votes, checkpoints, progress):
         for micro in range(run.accumulate):
             images, targets = next(batches)
             # Dropout depends on the position in the training: there is no random state to save.
-            torch.manual_seed(hash((args.seed, epoch, step, micro, d.rank)))
+            torch.manual_seed(dropout_seed(args.seed, epoch, step, micro, d.rank))
             last = micro + 1 == run.accumulate or d.world_size == 1
             with contextlib.nullcontext() if last else run.ddp.no_sync():
                 with run.autocast():
@@ -170,10 +185,10 @@ def train_epoch(run, epoch, loader, votes, checkpoints, progress):
         run.step += 1
 
         stop, save = votes.count()
-        save |= step + 1 == run.steps or args.checkpoint_every.planned(run.step)
+        save |= step + 1 == run.steps or save_timer.planned(run.step)
         if progress.due(step):
             progress.show_step(step, sum_over_ranks(run.totals), lr)
-            loader.damaged.sync()
+            loader.report_damaged()
         if stop or save:
             checkpoints.save(run.state_dict(), last=stop)
         if stop:
@@ -202,7 +217,7 @@ def evaluate(run, loader, votes):
         if votes.count()[0]:
             raise Stopped("during an evaluation: --resume evaluates again and continues")
     top1, top5, images = sum_over_ranks(counts).tolist()
-    loader.damaged.sync()
+    loader.report_damaged()
     return 100 * top1 / images, 100 * top5 / images, int(images)
 
 
@@ -210,8 +225,8 @@ def evaluate(run, loader, votes):
 class Run:
     """One training. state_dict() holds everything that a process must know to continue it."""
 
-    args: object
-    d: object  # Distributed
+    args: argparse.Namespace  # the flags; nothing changes them
+    d: Distributed
     model: nn.Module
     ema: AveragedModel | None
     ddp: nn.Module  # the model in DistributedDataParallel, or the model itself in a world of one
@@ -320,6 +335,11 @@ def learning_rate(args, epoch):
     if epoch < args.warmup_epochs:
         lr *= args.warmup_factor + (1 - args.warmup_factor) * epoch / args.warmup_epochs
     return lr
+
+
+def dropout_seed(*position):
+    """Return a seed made from whole numbers: of the run, and of a micro-batch in it."""
+    return hash(position)
 
 
 def evaluation_due(args, epoch):

@@ -14,7 +14,6 @@ writes. Otherwise one process on every machine writes, so losing a machine loses
 After a restart the newest undamaged file on any machine is used, and sent to all ranks.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import hashlib
@@ -162,30 +161,27 @@ def load_weights(path):
         ) from None
 
 
-class SaveInterval:
-    """How often to save, the type of a flag: a number of steps (100) or of seconds (600s)."""
+class SaveTimer:
+    """Tells when to save.
 
-    def __init__(self, text):
-        match = re.fullmatch(r"([1-9][0-9]{0,8})(s?)", text)
-        if not match:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} given, expected steps, as 100, or seconds, as 600s"
-            )
-        self.text, self.number, self.by_time = text, int(match[1]), bool(match[2])
+    Args:
+        interval: Interval of --checkpoint-every. Its seconds count from now.
+    """
+
+    def __init__(self, interval):
+        self.interval = interval
         self.last_save = time.monotonic()
-
-    def __str__(self):
-        return self.text
 
     def planned(self, step):
-        """Return whether every rank knows, without a vote, that it saves after this step, counted from 1."""
-        return not self.by_time and step % self.number == 0
+        """Return whether every rank knows, without a vote, that it saves after this step (from 1)."""
+        return not self.interval.is_time and step % self.interval.number == 0
 
     def overdue(self):
-        """Return whether the seconds are over, by the clock of this rank, and start to count them again."""
-        if not self.by_time or time.monotonic() - self.last_save < self.number:
+        """Return whether the seconds are over on this rank's clock, and count them again if so."""
+        now = time.monotonic()
+        if not self.interval.is_time or now - self.last_save < self.interval.number:
             return False
-        self.last_save = time.monotonic()
+        self.last_save = now
         return True
 
 

@@ -267,6 +267,10 @@ class DeviceLoader:
         self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         self.damaged = DamagedImages(dataset, group)
 
+    def report_damaged(self):
+        """Name the damaged images that any rank has found. Every rank must call it."""
+        self.damaged.sync()
+
     def __iter__(self):
         stream, ready = self.stream, None
         for *batch, damaged in self.loader:

@@ -96,14 +96,21 @@ def replace_head(model, weights, num_classes):
     )
 
 
-def freeze(model, prefixes):
-    """Freeze the weights whose names begin with one of the prefixes. DistributedDataParallel then does not send them.
+def prefixes_of(names):
+    """Return the list of names that --freeze gives with commas between them."""
+    return [name for name in names.split(",") if name]
+
+
+def freeze(model, names):
+    """Freeze the weights whose names begin with one of `names`: a str, as "conv1,bn1".
+
+    DistributedDataParallel then does not send their gradients.
 
     Raises:
         UserError: a prefix matches nothing, or no weights are left to train.
     """
     parameters = dict(model.named_parameters())
-    for prefix in prefixes:
+    for prefix in prefixes_of(names):
         chosen = [name for name in parameters if begins_with(name, [prefix])]
         if not chosen:
             parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in parameters))
@@ -113,14 +120,16 @@ def freeze(model, prefixes):
         for name in chosen:
             parameters[name].requires_grad_(False)
     if not any(p.requires_grad for p in parameters.values()):
-        raise UserError(
-            f"--freeze {','.join(prefixes)}: no weights are left to train; freeze fewer parts"
-        )
+        raise UserError(f"--freeze {names}: no weights are left to train; freeze fewer parts")
 
 
-def train_mode(model, prefixes):
-    """Set a model to training mode, but frozen batch norm to evaluation: its statistics do not change."""
+def train_mode(model, names):
+    """Set a model to training mode, but frozen batch norm to evaluation mode.
+
+    The statistics of frozen batch norm then do not change. `names` are those of freeze().
+    """
     model.train()
+    prefixes = prefixes_of(names)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and begins_with(name, prefixes):
             module.eval()

@@ -2,14 +2,15 @@
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import sysconfig
+from typing import NamedTuple
 
 import torch
 
 from common.flags import Parser, number, output_file, whole_number
-from imagenet.checkpoint import SaveInterval
 
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,8 +76,7 @@ def parse_args(doc):
     )
     add(
         "--freeze",
-        type=prefixes,
-        default=Prefixes(),
+        default="",
         metavar="NAMES",
         help="do not train these parts: conv1,bn1,layer1",
     )
@@ -189,7 +189,7 @@ def parse_args(doc):
     )
     add(
         "--checkpoint-every",
-        type=SaveInterval,
+        type=interval,
         default="600s",
         metavar="N",
         help="steps (100) or seconds (600s)",
@@ -255,16 +255,23 @@ def parse_args(doc):
     return args
 
 
-def prefixes(text):
-    """The type of --freeze: beginnings of names, with commas between them."""
-    return Prefixes(filter(None, text.split(",")))
+class Interval(NamedTuple):
+    """A number of training steps, or of seconds if is_time."""
 
-
-class Prefixes(tuple):
-    """Prints as it was typed."""
+    number: int
+    is_time: bool
 
     def __str__(self):
-        return ",".join(self)
+        return f"{self.number}s" if self.is_time else str(self.number)
+
+
+def interval(text):
+    """The type of --checkpoint-every: a number of steps (100) or of seconds (600s)."""
+    match = re.fullmatch(r"([1-9][0-9]{0,8})(s?)", text)
+    if not match:
+        expected = "expected steps, as 100, or seconds, as 600s"
+        raise argparse.ArgumentTypeError(f"{text!r} given, {expected}")
+    return Interval(number=int(match[1]), is_time=match[2] == "s")
 
 
 def add_machine_flags(parser):

@@ -22,8 +22,8 @@ MAY_CHANGE = (
 MAY_CHANGE += ("weight_decay", "label_smoothing", "clip_grad", "amp", "sync_bn")
 
 
-def check_resume(args, d, checkpoints, images, state, path):
-    """Check that the checkpoint belongs to this training, and decide how to cut a batch.
+def check_same_run(args, d, checkpoints, images, state, path):
+    """Check that a checkpoint belongs to this training, and print the flags that have changed.
 
     Args:
         d: Distributed.
@@ -32,58 +32,65 @@ def check_resume(args, d, checkpoints, images, state, path):
         state: a loaded checkpoint, or None.
         path: where it was.
 
-    Returns:
-        (accumulate, micro_batch): the number of micro-batches per step, and the images in each on
-        one rank.
-
     Raises:
         UserError: there are checkpoints but no --resume; or the checkpoint is of another model or
             other data.
     """
-    micro_batch = math.ceil(args.batch_size / (d.world_size * args.accumulate))
     if state is None:
-        if args.evaluate and not args.weights:
-            raise UserError(
-                f"--evaluate --resume: no checkpoint in {args.checkpoints_path}; name the right "
-                "folder"
-            )
-        if not args.evaluate and not args.resume and checkpoints.exist():
-            raise UserError(
-                f"--checkpoints-path {args.checkpoints_path} holds checkpoints already: add "
-                "--resume to continue from "
-                f"the newest, or name another folder"
-            )
-        if args.resume and d.is_main:
-            print(f"no checkpoint in {args.checkpoints_path}: starting from the beginning")
-        return args.accumulate, micro_batch
-
+        check_new_run(args, d, checkpoints)
+        return
     now = {name: str(value) for name, value in vars(args).items()}
     before = now | state["flags"]  # an old checkpoint may lack a flag
     for name in MUST_STAY:
         if before[name] != now[name]:
-            given, was = (
-                f"--{name.replace('_', '-')} {flags[name] or repr('')}" for flags in (now, before)
-            )
+            flag = f"--{name.replace('_', '-')}"
+            was = f"{flag} {before[name] or repr('')}"
             raise UserError(
-                f"{given}, but {path} is of a run with {was}: expected the same; "
-                f"use {was}, or name another --checkpoints-path"
+                f"{flag} {now[name] or repr('')}, but {path} is of a run with {was}: "
+                f"expected the same; use {was}, or name another --checkpoints-path"
             )
     if state["images"] != images:
         raise UserError(
-            f"{images} training images, but {path} is of a run with {state['images']}: expected "
-            "the same; "
-            f"name its folder of images, or another --checkpoints-path"
+            f"{images} training images, but {path} is of a run with {state['images']}: "
+            "expected the same; name its folder of images, or another --checkpoints-path"
         )
     changed = [name for name in MAY_CHANGE if before[name] != now[name]]
     if changed and d.is_main:
         changes = [f"--{name.replace('_', '-')} {before[name]} -> {now[name]}" for name in changed]
         print(f"resuming with other flags: {', '.join(changes)}")
-    if "accumulate" in changed:
-        return args.accumulate, micro_batch
-    if d.world_size == state["world_size"]:
-        return state["accumulate"], state["micro_batch"]
-    # On another number of ranks, micro-batches stay at most as large as they were.
-    return math.ceil(args.batch_size / (d.world_size * state["micro_batch"])), state["micro_batch"]
+
+
+def check_new_run(args, d, checkpoints):
+    """Check that there is nothing to resume, or that --resume says what to do."""
+    if args.evaluate and not args.weights:
+        raise UserError(
+            f"--evaluate --resume: no checkpoint in {args.checkpoints_path}; name the right folder"
+        )
+    if not args.evaluate and not args.resume and checkpoints.exist():
+        raise UserError(
+            f"--checkpoints-path {args.checkpoints_path} holds checkpoints already: "
+            "add --resume to continue from the newest, or name another folder"
+        )
+    if args.resume and d.is_main:
+        print(f"no checkpoint in {args.checkpoints_path}: starting from the beginning")
+
+
+def micro_batches(args, world_size, state):
+    """Return (accumulate, micro_batch): the micro-batches per step, and the images in one.
+
+    A resumed training keeps its own, unless --accumulate has changed. On another number of ranks,
+    micro-batches stay at most as large as they were.
+
+    Args:
+        state: a loaded checkpoint, or None.
+    """
+    is_kept = state and state["flags"].get("accumulate") in (None, str(args.accumulate))
+    if not is_kept:
+        return args.accumulate, math.ceil(args.batch_size / (world_size * args.accumulate))
+    micro_batch = state["micro_batch"]
+    if world_size == state["world_size"]:
+        return state["accumulate"], micro_batch
+    return math.ceil(args.batch_size / (world_size * micro_batch)), micro_batch
 
 
 def check_batches(args, d, model, batches):

@@ -19,12 +19,13 @@ from imagenet.checkpoint import (
     BEST,
     Checkpoints,
     Damaged,
-    SaveInterval,
+    SaveTimer,
     decode,
     load_weights,
     read_file,
     write_file,
 )
+from imagenet.flags import interval
 
 RANK_0 = SimpleNamespace(rank=0, local_rank=0)
 
@@ -284,19 +285,17 @@ def test_weights_come_from_a_checkpoint_or_a_state_dict_and_from_nothing_else(tm
 
 @pytest.mark.flags("06_imagenet.py", "--checkpoint-every")
 def test_a_save_interval_counts_steps_or_seconds():
-    interval = SaveInterval("3")
-    assert [step for step in range(1, 10) if interval.planned(step)] == [
-        3,
-        6,
-        9,
-    ] and not interval.overdue()
-    interval = SaveInterval("1s")
-    assert not interval.overdue() and not interval.planned(1)
-    interval.last_save -= 1
-    assert interval.overdue() and not interval.overdue()
+    timer = SaveTimer(interval("3"))
+    assert [step for step in range(1, 10) if timer.planned(step)] == [3, 6, 9]
+    assert not timer.overdue()
+    timer = SaveTimer(interval("1s"))
+    assert not timer.overdue() and not timer.planned(1)
+    timer.last_save -= 1
+    assert timer.overdue() and not timer.overdue()
+    assert [str(interval(text)) for text in ("3", "1s")] == ["3", "1s"], "as a checkpoint holds it"
     for text in ("0", "-1", "s", "1m", "1.5s", ""):
         with pytest.raises(Exception, match="expected steps, as 100, or seconds, as 600s"):
-            SaveInterval(text)
+            interval(text)
 
 
 def test_a_file_that_is_not_there_is_damaged_too(tmp_path):

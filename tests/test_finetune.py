@@ -13,7 +13,6 @@ from imagenet_runs import final, parse_06
 from common.errors import UserError
 from imagenet import finetune
 from imagenet.checkpoint import decode, read_file
-from imagenet.flags import Prefixes
 from imagenet.model import build_model, parameter_groups
 from tools.book.translations import FLAGS
 
@@ -57,8 +56,8 @@ def test_a_head_for_as_many_classes_is_new_too():
 def test_frozen_weights_are_not_trained_and_frozen_batch_norm_does_not_move():
     model = model_of("resnet18", 4)
     model.eval()  # as after an evaluation
-    finetune.freeze(model, Prefixes(["conv1", "bn1", "layer1", "layer2"]))
-    finetune.train_mode(model, Prefixes(["conv1", "bn1", "layer1", "layer2"]))
+    finetune.freeze(model, "conv1,bn1,layer1,layer2")
+    finetune.train_mode(model, "conv1,bn1,layer1,layer2")
     assert (
         not model.bn1.training and not model.layer1[0].bn1.training and model.layer3[0].bn1.training
     )
@@ -70,13 +69,13 @@ def test_frozen_weights_are_not_trained_and_frozen_batch_norm_does_not_move():
 
 def test_a_number_is_a_whole_number_in_the_beginning_of_a_name():
     model = model_of("small_net", 4)
-    finetune.freeze(model, Prefixes(["0", "1"]))
+    finetune.freeze(model, "0,1")
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
         "0.weight",
         "1.weight",
         "1.bias",
     }
-    finetune.train_mode(model, Prefixes(["1"]))
+    finetune.train_mode(model, "1")
     assert [module.training for module in model if isinstance(module, torch.nn.BatchNorm2d)] == [
         False
     ] + 4 * [True]
@@ -87,11 +86,11 @@ def test_freezing_nothing_or_everything_is_refused():
         UserError,
         match="--freeze stem: no weights have such names; expected the beginning of conv1, bn1",
     ):
-        finetune.freeze(model_of("resnet18", 4), Prefixes(["stem"]))
+        finetune.freeze(model_of("resnet18", 4), "stem")
     with pytest.raises(
         UserError, match=r"--freeze conv1,bn1,layer,fc: no weights are left to train"
     ):
-        finetune.freeze(model_of("resnet18", 4), Prefixes(["conv1", "bn1", "layer", "fc"]))
+        finetune.freeze(model_of("resnet18", 4), "conv1,bn1,layer,fc")
 
 
 @pytest.mark.flags("06_imagenet.py", "--weights", "--new-head", "--freeze")
