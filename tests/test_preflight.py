@@ -222,7 +222,7 @@ def test_a_torchrun_in_each_of_two_tasks_is_refused(slurm):
     end = slurm.run(*command, "launch/preflight.py")
     assert (
         end.returncode != 0
-        and "srun has started 2 tasks with a torchrun on 1 machine(s), expected one" in end.stderr
+        and "srun has started 2 tasks with a torchrun on 1 machine(s): expected one" in end.stderr
     )
 
 
