@@ -40,10 +40,11 @@ from common.distributed import Distributed, cleaned_up, setup_distributed, sum_o
 from common.errors import one_line_errors
 from common.syncbn import convert_sync_batchnorm
 from imagenet.checkpoint import BEST, Checkpoints, SaveTimer
-from imagenet.data import DeviceLoader, build_datasets, build_normalize
+from imagenet.datasets import build_datasets
 from imagenet.elastic import GlobalBatches, Stopped, Votes, check_launch, exit_for_requeue
 from imagenet.finetune import freeze, start_from, train_mode
 from imagenet.flags import AMP_DTYPES, parse_args
+from imagenet.loader import DeviceLoader, build_normalize
 from imagenet.model import AveragedModel, build_model, parameter_groups
 from imagenet.progress import Progress
 from imagenet.resume import check_batches, check_same_run, load_into, micro_batches

@@ -1,8 +1,8 @@
 """Datasets, loaders and augmentation.
 
-Small images are held in memory as one uint8 tensor, so a batch is one index operation. Crops, flips
-and normalization run on the device, on the whole batch at once but with random numbers of its own
-for each image. Photographs are decoded and cropped by loader processes: see folder.py.
+Small images are held in memory: see memory.py. Photographs are decoded and cropped by loader
+processes: see folder.py. Crops of small images, flips and normalization run on the device, on the
+whole batch at once but with random numbers of its own for each image.
 """
 
 import os
@@ -11,48 +11,17 @@ import sys
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchvision.datasets import CIFAR10, MNIST
 
 from common import shapes
 from common.errors import UserError, one_line
+from common.folder import load_folder
+from common.memory import MemoryImages, choose
 
 # How loader workers start. Python 3.14 would start them from a server process: they would outlive a
 # killed training.
 START_METHOD = "fork" if sys.platform == "linux" else None  # None: as usual there
-
-
-class MemoryImages(Dataset):
-    """Images in memory, fetched by the batch.
-
-    Args:
-        images: uint8 (N, C, H, W).
-        targets: int64 (N,).
-        num_classes: int.
-    """
-
-    in_memory = True
-
-    def __init__(self, images, targets, num_classes):
-        self.images, self.targets, self.num_classes = images, targets, num_classes
-        self.channels, self.image_size = images.shape[1], tuple(images.shape[2:])
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitems__(self, indices):
-        """Return a whole batch. The DataLoader calls this instead of __getitem__."""
-        return self.images[indices], self.targets[indices]
-
-    def channel_stats(self):
-        """Return mean and standard deviation of each channel, (C,) each, on a scale of 0 to 255."""
-        levels = torch.arange(256, dtype=torch.float64)
-        counts = torch.zeros(self.channels, 256, dtype=torch.float64)
-        for part in self.images.split(1000):  # in parts, because flatten copies
-            counts += torch.stack([c.flatten().bincount(minlength=256) for c in part.unbind(1)])
-        share = counts / counts.sum(1, keepdim=True)
-        mean = share @ levels
-        return mean, (share @ levels.square() - mean.square()).clamp(min=1).sqrt()
 
 
 def build_datasets(args):
@@ -65,10 +34,10 @@ def build_datasets(args):
         UserError: the files are missing or damaged.
     """
     if args.dataset == "folder":
-        from common.folder import load_folder
-
         return load_folder(args)
-    return _shapes(args) if args.dataset == "shapes" else _torchvision(args)
+    if args.dataset == "shapes":
+        return _shapes(args)
+    return _torchvision(args)
 
 
 def build_loader(dataset, args, sampler=None, *, train=False):
@@ -86,12 +55,13 @@ def build_loader(dataset, args, sampler=None, *, train=False):
             f"{len(sampler)} training image per process: expected 2 or more; raise --limit"
         )
     workers = 0 if dataset.in_memory else args.workers
+    # Batch norm cannot train on a single image.
+    drop_last = train and len(sampler) % args.batch_size == 1
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
         sampler=sampler,
-        # batch norm cannot train on a single image
-        drop_last=train and len(sampler) % args.batch_size == 1,
+        drop_last=drop_last,
         num_workers=workers,
         multiprocessing_context=START_METHOD if workers else None,
         persistent_workers=train and workers > 0,
@@ -109,8 +79,8 @@ def build_transforms(train_set, args, device):
         random, unless --no-augment.
     """
     mean, std = (s.float().to(device)[:, None, None] for s in train_set.channel_stats())
-    flip = 0.5 if args.dataset != "mnist" else 0  # Mirrored digits are no digits.
-    # photographs are cropped when they are read
+    flip = 0 if args.dataset == "mnist" else 0.5  # mirrored digits are no digits
+    # Photographs are cropped when they are read.
     padding = train_set.image_size[0] // 8 if train_set.in_memory else 0
 
     def normalize(images):
@@ -144,40 +114,36 @@ def crop_and_flip(images, padding, top, left, mirror):
     return torch.where(mirror[:, None, None, None], images.flip(3), images)
 
 
-def choose(n, limit):
-    """Return sorted indices: all n, or `limit` of them chosen at random. Every run chooses the same ones."""
-    if limit is None or limit >= n:
-        return torch.arange(n)
-    return torch.randperm(n, generator=torch.Generator().manual_seed(0))[:limit].sort().values
-
-
 def _shapes(args):
     def draw(seed, indices):
         images = torch.empty(len(indices), 3, shapes.SIZE, shapes.SIZE, dtype=torch.uint8)
         targets = torch.empty(len(indices), dtype=torch.int64)
-        # the temporary arrays of 1000 images fit the cache
+        # The temporary arrays of 1000 images fit the cache.
         for rows in torch.arange(len(indices)).split(1000):
-            drawn = shapes.render(seed, indices[rows].numpy())
-            images[rows], targets[rows] = map(torch.from_numpy, drawn)
+            drawn_images, drawn_targets = shapes.render(seed, indices[rows].numpy())
+            images[rows] = torch.from_numpy(drawn_images)
+            targets[rows] = torch.from_numpy(drawn_targets)
         return MemoryImages(images, targets, len(shapes.CLASSES))
 
     return draw(0, choose(50_000, args.limit)), draw(1, torch.arange(10_000))
 
 
 def _torchvision(args):
-    name, build = args.dataset, {"cifar10": CIFAR10, "mnist": MNIST}[args.dataset]
+    name = args.dataset
+    build = {"cifar10": CIFAR10, "mnist": MNIST}[name]
     try:
         if args.download:
             os.makedirs(args.data_dir, exist_ok=True)
-            # one process downloads, the others wait
+            # One process downloads, the others wait.
             with FileLock(os.path.join(args.data_dir, f".{name}.lock")):
                 build(args.data_dir, download=True)
-        train, test = (build(args.data_dir, train) for train in (True, False))
+        train = build(args.data_dir, train=True)
+        test = build(args.data_dir, train=False)
     except (RuntimeError, OSError, ValueError, AssertionError, LookupError, EOFError) as error:
         raise UserError(
-            f"cannot read {name} in {args.data_dir} ({one_line(error)}): add --download, and first "
-            "delete the files if "
-            f"they are damaged, or use --dataset shapes, which needs no files"
+            f"cannot read {name} in {args.data_dir} ({one_line(error)}): add --download, "
+            "and first delete the files if they are damaged, "
+            "or use --dataset shapes, which needs no files"
         ) from None
 
     def in_memory(dataset, limit):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from imagenet.data import unused_test_folder
+from imagenet.datasets import unused_test_folder
 
 MUST_STAY = ("arch", "batch_size", "image_size", "seed", "ema", "freeze")
 MAY_CHANGE = (

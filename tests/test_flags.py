@@ -49,7 +49,7 @@ from common import data, folder, models
 from common.distributed import Distributed, LaunchError, free_port
 from common.flags import output_file
 from imagenet import progress
-from imagenet.data import build_datasets
+from imagenet.datasets import build_datasets
 from imagenet.elastic import GlobalBatches, check_launch
 from tools import prepare_imagenet
 
@@ -306,11 +306,11 @@ def test_the_flags_of_a_quick_run_act(run, small_folder, tmp_path, monkeypatch, 
 def test_photographs_have_so_many_workers(run, large_folder, tmp_path, monkeypatch, script):
     """One process reads the training images, and another the test images."""
 
-    def open_image(path, original=folder.open_image):
+    def read_image(path, original=folder.read_image):
         (readers / str(os.getpid())).touch()
         return original(path)
 
-    monkeypatch.setattr(folder, "open_image", open_image)
+    monkeypatch.setattr(folder, "read_image", read_image)
     given = ["--dataset", "folder", "--data-dir", large_folder, "--arch", "small_net"]
     given += ["--epochs", 1, "--batch-size", 4, "--limit", 8]
     for workers in (0, 1):
@@ -469,13 +469,13 @@ def saved_steps(folder):
 
 
 def tell_readers(rank):
-    from imagenet import data
+    from imagenet import datasets
 
-    def read_image(path, original=data.read_image):
+    def read_image(path, original=datasets.read_image):
         tell("reader", os.getpid())
         return original(path)
 
-    data.read_image = read_image
+    datasets.read_image = read_image
 
 
 @pytest.mark.flags("06_imagenet.py", "--workers")
@@ -492,7 +492,7 @@ def test_06_has_so_many_loader_processes_per_loader(train, one_each):
 
 
 def tell_what_is_random(rank):
-    from imagenet import data, elastic, model
+    from imagenet import datasets, elastic, model
 
     def build(args, dataset, original=model.build_model):
         built = original(args, dataset)
@@ -504,7 +504,7 @@ def tell_what_is_random(rank):
             tell("order", batch)
             yield batch
 
-    def fetch(self, keys, original=data.Images.__getitems__):
+    def fetch(self, keys, original=datasets.Images.__getitems__):
         images, *others = original(self, keys)
         tell("crops", [[key, image.sum().item()] for key, image in zip(keys, images, strict=True)])
         return images, *others
@@ -516,7 +516,7 @@ def tell_what_is_random(rank):
         return original(self, inputs)
 
     model.build_model, elastic.GlobalBatches.__iter__ = build, iterate
-    data.Images.__getitems__, torch.nn.Dropout.forward = fetch, drop
+    datasets.Images.__getitems__, torch.nn.Dropout.forward = fetch, drop
 
 
 @pytest.mark.flags("06_imagenet.py", "--seed")

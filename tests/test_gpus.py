@@ -22,8 +22,9 @@ from common import distributed, report
 from common.errors import UserError, lost_peer
 from common.syncbn import convert_sync_batchnorm
 from imagenet import flags
-from imagenet.data import DummyImages, build_loader
+from imagenet.datasets import DummyImages
 from imagenet.elastic import GlobalBatches
+from imagenet.loader import build_loader
 from imagenet.model import AveragedModel
 from imagenet.resume import check_batches
 
@@ -196,10 +197,10 @@ def test_two_ranks_on_the_one_gpu_that_torchrun_sees_are_refused_by_name():
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp_path):
     batches = GlobalBatches(4, 2, 0, 1)
-    monkeypatch.setattr("imagenet.data.cores_per_process", lambda processes: 16 // processes)
+    monkeypatch.setattr("imagenet.loader.cores_per_process", lambda processes: 16 // processes)
     images = copy.copy(DummyImages(4, 16))
     images.__class__ = type("Images", (DummyImages,), {})
-    monkeypatch.setattr("imagenet.data.isinstance", lambda value, kind: False, raising=False)
+    monkeypatch.setattr("imagenet.loader.isinstance", lambda value, kind: False, raising=False)
     assert build_loader(images, batches, None, 2).num_workers == 8
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert build_loader(images, batches, None, 2).num_workers == 6

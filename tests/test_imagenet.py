@@ -13,7 +13,6 @@ import sys
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -25,20 +24,14 @@ from PIL import Image
 from ranks import Ranks, training_log
 
 from common.errors import UserError
+from common.images import list_images
 from common.models import MnistNet
-from imagenet import data, elastic, signals
+from imagenet import datasets, elastic, loader, signals
 from imagenet.checkpoint import decode, load_weights, read_file
-from imagenet.data import (
-    IGNORED,
-    DummyImages,
-    Images,
-    build_datasets,
-    build_normalize,
-    find_folders,
-    read_image,
-)
+from imagenet.datasets import IGNORED, DummyImages, Images, build_datasets, find_folders
 from imagenet.elastic import GlobalBatches
 from imagenet.flags import can_compile
+from imagenet.loader import build_normalize
 from imagenet.model import build_model, parameter_groups
 from imagenet.progress import Progress
 from imagenet.resume import check_batches, check_same_run, micro_batches
@@ -280,7 +273,7 @@ def prepare_plain_training(scaled, rank):
     --amp fp16 scales gradients on a GPU. Here they are scaled in float32, to the same result.
     """
     without_dropout(rank)
-    data.DummyImages = functools.partial(DummyImages, num_classes=10)
+    datasets.DummyImages = functools.partial(DummyImages, num_classes=10)
     if scaled:
         original = torch.amp.GradScaler
         torch.amp.GradScaler = lambda device, enabled: original(device, enabled=True)
@@ -553,7 +546,7 @@ def test_loader_workers_leave_signals_to_the_process_that_trains(monkeypatch):
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(signals, "exit_with_parent", lambda: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    data._ignore_signals(0)
+    loader._ignore_signals(0)
     assert handlers == dict.fromkeys(
         (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), signal.SIG_IGN
     )
@@ -793,7 +786,7 @@ class Paths(list):
 
 
 def test_one_image_in_a_hundred_may_be_damaged(alone):
-    damaged = data.DamagedImages(Paths(f"{k}.jpg" for k in range(100)), alone)
+    damaged = loader.DamagedImages(Paths(f"{k}.jpg" for k in range(100)), alone)
     damaged.add(torch.tensor([7]))
     damaged.sync()
     damaged.add(torch.tensor([5]))
@@ -1071,34 +1064,6 @@ def test_a_validation_image_is_prepared_as_torchvisions_published_weights_expect
     assert (prepared - expected).abs().max() < 2.5 / 255 / 0.22
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["grey.png", "alpha.png", "deep.png", "deep.tiff", "palette.png", "bitmap.bmp", "print.jpg"],
-)
-def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind):
-    mode = {
-        "grey": "L",
-        "alpha": "RGBA",
-        "deep": "I;16",
-        "palette": "P",
-        "bitmap": "RGB",
-        "print": "CMYK",
-    }
-    levels = np.arange(30 * 40).reshape(30, 40) * 255 // 1199
-    deep = Image.fromarray((levels * 257).astype(np.uint16))
-    image = (
-        deep
-        if kind.startswith("deep")
-        else Image.fromarray(levels.astype(np.uint8)).convert(mode[kind.split(".")[0]])
-    )
-    image.save(tmp_path / kind)
-    image = read_image(str(tmp_path / kind))
-    assert image.shape == (3, 30, 40) and image.dtype == torch.uint8
-    assert (image.int() - torch.from_numpy(levels.astype(np.int32))).abs().max() <= (
-        16 if kind == "print.jpg" else 1
-    )
-
-
 def test_a_damaged_image_is_replaced_by_the_next_one_with_its_own_target_but_not_in_evaluation(
     damaged_folder,
 ):
@@ -1119,11 +1084,11 @@ def test_a_damaged_image_is_replaced_by_the_next_one_with_its_own_target_but_not
 def test_a_folder_without_classes_and_a_class_without_images_are_named(tmp_path):
     (tmp_path / "train").mkdir()
     with pytest.raises(UserError, match=r"train has no class folders: expected .*train/CLASS/\*"):
-        data.list_images(tmp_path / "train")
+        list_images(tmp_path / "train")
     write_images(tmp_path, "val", (8, 8), per_class=1)
     (tmp_path / "val/bird").mkdir()
     with pytest.raises(UserError, match=r"val/bird has no images \(\.jpg, \.png, \.\.\.\): put"):
-        data.list_images(tmp_path / "val")
+        list_images(tmp_path / "val")
 
 
 # The recipe
@@ -1396,8 +1361,8 @@ def test_no_rank_compiles_again_for_a_piece_of_another_size(train, tmp_path):
 
 def list_slowly_on_rank_1(rank):
     if rank == 1:
-        original = data.build_datasets
-        data.build_datasets = lambda args: time.sleep(8) or original(args)
+        original = datasets.build_datasets
+        datasets.build_datasets = lambda args: time.sleep(8) or original(args)
 
 
 def test_a_rank_that_lists_files_for_longer_than_the_timeout_is_waited_for(train, one_each):

@@ -6,8 +6,8 @@ import torchvision
 from conftest import flags
 from torch.nn import functional as F
 
-from common.data import MemoryImages
 from common.errors import UserError
+from common.memory import MemoryImages
 from common.models import MnistNet, SmallNet, build_model
 
 

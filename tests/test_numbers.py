@@ -30,10 +30,10 @@ from ranks import Ranks
 from torch.nn.functional import cross_entropy
 
 from common import report
-from common.data import MemoryImages
 from common.distributed import Distributed
+from common.memory import MemoryImages
 from common.models import MnistNet, SmallNet
-from imagenet import data, progress
+from imagenet import datasets, progress
 from imagenet.checkpoint import decode, read_file
 from imagenet.elastic import GlobalBatches
 
@@ -274,7 +274,7 @@ def test_the_header_counts_the_weights_as_torchvision_does(header, capsys):
     weights = torchvision.models.ResNet18_Weights.DEFAULT.meta["num_params"]
     with torch.device("meta"):
         model = torchvision.models.resnet18()
-    images = data.DummyImages(12, 16)
+    images = datasets.DummyImages(12, 16)
     if header == "Report":
         images.in_memory = True
         of_run = report.Report(flags(), torch.device("cpu"))
@@ -313,7 +313,7 @@ def prepare_rank_of_06(rank):
     clock = Clock()
     report.time = progress.time = clock
 
-    def read(self, keys, original=data.Images.__getitems__):
+    def read(self, keys, original=datasets.Images.__getitems__):
         clock.add(READ if self.seed is not None else EVALUATION)
         return original(self, keys)
 
@@ -329,7 +329,7 @@ def prepare_rank_of_06(rank):
         clock.add(EXCHANGE)  # the last bucket is on its way
         original(self)
 
-    data.Images.__getitems__ = read
+    datasets.Images.__getitems__ = read
     torch.nn.CrossEntropyLoss.forward = loss
     progress.CommunicationClock.backward_done = backward_done
 
@@ -424,7 +424,7 @@ def train_as_06_does(folder, pieces):
     Returns:
         what each step counted, and {step: the state after it}.
     """
-    train_set = data.Images(folder / "train", 32, seed=7)
+    train_set = datasets.Images(folder / "train", 32, seed=7)
     mean = torch.tensor([123.675, 116.28, 103.53]).view(3, 1, 1)
     std = torch.tensor([58.395, 57.12, 57.375]).view(3, 1, 1)
     torch.manual_seed(7)
@@ -690,7 +690,7 @@ def test_top_1_and_top_5_are_places_in_a_sorted_list(classes):
     top1, top5 = count_right(outputs, targets)
     assert script.count_correct(outputs, targets).tolist() == [top1, top5, 200]
     assert 0 < top1 < top5 <= 200
-    targets[:50] = data.IGNORED  # damaged images
+    targets[:50] = datasets.IGNORED  # damaged images
     top1, top5 = count_right(outputs[50:], targets[50:])
     assert script.count_correct(outputs, targets).tolist() == [top1, top5, 150]
 

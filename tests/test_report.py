@@ -10,7 +10,7 @@ import torch
 from conftest import flags
 
 from common import report as report_module
-from common.data import MemoryImages
+from common.memory import MemoryImages
 from common.report import Report, host_lines
 
 DESIGN = {

@@ -110,7 +110,7 @@ def test_the_order_of_images_begins_as_distributed_samplers_and_then_changes(
         seen.append(indices)
         return self.images[indices], self.targets[indices]
 
-    monkeypatch.setattr("common.data.MemoryImages.__getitems__", remember)
+    monkeypatch.setattr("common.memory.MemoryImages.__getitems__", remember)
     run(script, *QUICK, small_folder, "--epochs", 2, "--batch-size", 24, "--seed", 5)
     first, test, second, test_again = seen
     assert test == test_again == list(range(24)) == sorted(first)
@@ -303,11 +303,11 @@ def write_text(folder):
         (["--dataset", "imagenet21k"], "argument --dataset: invalid choice: 'imagenet21k'"),
         (
             ["--dataset", "folder", "--data-dir", "FOLDER", break_train],
-            "FOLDER/train'; expected train/CLASS/*.jpg",
+            "--data-dir FOLDER has no train/: expected train/CLASS/*.jpg",
         ),
         (
             ["--dataset", "folder", "--data-dir", "FOLDER", empty_class],
-            "no valid file for the classes empty",
+            "FOLDER/train/empty has no images (.jpg, .png, ...): put some there",
         ),
         (
             ["--dataset", "folder", "--data-dir", "FOLDER", truncate],
@@ -319,7 +319,7 @@ def write_text(folder):
         ),
         (
             ["--dataset", "folder", "--data-dir", "FOLDER", one_class],
-            "FOLDER/train and FOLDER/test: they have 1 class; expected the same",
+            "1 class in FOLDER/train: expected 2 or more, one folder for each",
         ),
         (
             ["--log-file", ROOT / "Makefile"],

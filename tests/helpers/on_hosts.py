@@ -115,18 +115,19 @@ def without_launcher():
 
 def note_06(notes, rank):
     """Note the checkpoints that a rank writes, and the loader workers that it would start."""
-    from imagenet import checkpoint, data
+    from imagenet import checkpoint, loader
 
     def write_file(path, state, original=checkpoint.write_file):
         note(notes, wrote=os.path.basename(path))
         original(path, state)
 
-    def loader(*arguments, original=data.DataLoader, **options):
+    def build(*arguments, original=loader.DataLoader, **options):
         note(notes, workers=options["num_workers"])
         none = {"num_workers": 0, "multiprocessing_context": None, "persistent_workers": False}
         return original(*arguments, **options | none)
 
-    checkpoint.write_file, data.DataLoader = write_file, loader
+    checkpoint.write_file = write_file
+    loader.DataLoader = build
     os.sched_getaffinity = lambda pid: set(range(CORES))
 
 
@@ -148,8 +149,8 @@ def note(folder, **what):
 
 def _note_images(notes):
     """Note what a rank reads: the indices of each batch, and the size of their data set."""
-    from common.data import MemoryImages
-    from imagenet.data import Images
+    from common.memory import MemoryImages
+    from imagenet.datasets import Images
 
     def fetch(self, indices, original=MemoryImages.__getitems__):
         note(notes, dataset=len(self), indices=[int(index) for index in indices])

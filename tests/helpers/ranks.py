@@ -32,7 +32,7 @@ PRELOAD += [
 ]
 PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.flags"]
 PRELOAD += [
-    "imagenet.data",
+    "imagenet.loader",
     "imagenet.elastic",
     "imagenet.model",
     "imagenet.progress",

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, output_file, whole_number
 from common.report import environment
-from imagenet.data import find_folders
+from imagenet.datasets import find_folders
 from tools.records import append, spread
 
 FLAGS = "--arch small_net --image-size 32 --batch-size 64 --workers 2"

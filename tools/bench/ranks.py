@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 
-import imagenet.data
+import imagenet.loader
 import imagenet.model
 import imagenet.progress  # noqa: F401  (imported before the ranks are forked, so that they start quickly)
 from common.distributed import free_port

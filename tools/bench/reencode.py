@@ -20,8 +20,9 @@ sys.path.insert(0, str(ROOT))
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, output_file, whole_number
 from common.report import environment
-from imagenet.data import Images, build_loader
+from imagenet.datasets import Images
 from imagenet.elastic import GlobalBatches
+from imagenet.loader import build_loader
 from tools.records import append, spread
 
 

@@ -29,8 +29,9 @@ from torchvision import transforms as T
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import UserError, one_line_errors
+from common.images import MEAN, STD
 from common.report import environment, peak_memory, synchronize, warmup_steps
-from imagenet.data import MEAN, STD, Images, build_loader
+from imagenet.datasets import Images
 from imagenet.elastic import GlobalBatches
 from imagenet.flags import (
     AMP_DTYPES,
@@ -40,6 +41,7 @@ from imagenet.flags import (
     output_file,
     whole_number,
 )
+from imagenet.loader import build_loader
 from imagenet.model import build_model
 from tools.bench.measure import ROOT, pick_device
 from tools.records import append, checkpoint_cost, spread

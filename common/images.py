@@ -1,0 +1,92 @@
+"""Image files: how every script lists them and reads them."""
+
+import os
+
+import torch
+from PIL import Image
+from torchvision.datasets import ImageFolder
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
+
+from common.errors import UserError, one_line
+
+# Mean and deviation of the channels of ImageNet's training images, on a scale of 0 to 255.
+MEAN = (123.675, 116.28, 103.53)
+STD = (58.395, 57.12, 57.375)
+
+
+def find_splits(root):
+    """Return the folders of training and test images: root/train, and root/val or else root/test.
+
+    None stands for one that does not exist.
+    """
+    folders = [os.path.join(root, name) for name in ("train", "val", "test")]
+    train, val, test = (folder if os.path.isdir(folder) else None for folder in folders)
+    return train, val or test
+
+
+def list_images(root):
+    """Return the image files of a folder with one folder per class.
+
+    Returns:
+        (paths, targets, classes): list of N str, int64 (N,), and the names of the classes.
+
+    Raises:
+        UserError: there are no classes, or one of them is empty.
+    """
+    try:
+        folder = ImageFolder(root, allow_empty=True)
+    except FileNotFoundError:
+        raise UserError(f"{root} has no class folders: expected {root}/CLASS/*.jpg") from None
+    targets = torch.tensor(folder.targets, dtype=torch.int64)
+    counts = targets.bincount(minlength=len(folder.classes))
+    if not counts.all():
+        empty = os.path.join(root, folder.classes[int(counts.argmin())])
+        raise UserError(
+            f"{empty} has no images (.jpg, .png, ...): put some there or delete the folder"
+        )
+    return [path for path, _ in folder.samples], targets, folder.classes
+
+
+def check_classes(train, test):
+    """Check that two datasets have the same classes, and at least two.
+
+    Args:
+        train, test: have `root`, a folder, and `classes`, a list of str.
+
+    Raises:
+        UserError: they do not.
+    """
+    differences = sorted(set(train.classes) ^ set(test.classes))
+    if differences:
+        odd = differences[0]
+        root = train.root if odd in train.classes else test.root
+        raise UserError(
+            f"class {odd} is only in {root}: "
+            f"expected the same classes in {train.root} and {test.root}"
+        )
+    if len(train.classes) < 2:
+        raise UserError(f"1 class in {train.root}: expected 2 or more, one folder for each")
+
+
+def read_image(path):
+    """Decode an image file as uint8 (3, H, W).
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        image = decode_image(path, ImageReadMode.RGB)
+        return v2.functional.to_dtype(image, torch.uint8, scale=True)
+    except RuntimeError:
+        pass  # a format that Pillow reads and torchvision does not (bmp, tiff), or a damaged file
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would clip
+                image = image.convert("I").point(lambda level: level / 256)
+            return v2.functional.pil_to_tensor(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:
+        reason = one_line(error)
+        raise UserError(
+            f"{path} cannot be read as an image ({reason}); delete it or replace it"
+        ) from None
