@@ -41,13 +41,16 @@ from common.errors import one_line_errors
 from common.syncbn import convert_sync_batchnorm
 from imagenet.checkpoint import BEST, Checkpoints, SaveTimer
 from imagenet.datasets import build_datasets
-from imagenet.elastic import GlobalBatches, Stopped, Votes, check_launch, exit_for_requeue
 from imagenet.finetune import freeze, start_from, train_mode
 from imagenet.flags import AMP_DTYPES, parse_args
+from imagenet.launch_checks import check_launch
 from imagenet.loader import DeviceLoader, build_normalize
 from imagenet.model import AveragedModel, build_model, parameter_groups
 from imagenet.progress import Progress
-from imagenet.resume import check_batches, check_same_run, load_into, micro_batches
+from imagenet.resume import check_batches, check_same_run, micro_batches
+from imagenet.sampler import GlobalBatchSampler
+from imagenet.votes import Stopped, Votes
+from imagenet.weights import load_into
 
 LISTING = datetime.timedelta(minutes=30)  # until every rank must have listed its files
 
@@ -83,15 +86,17 @@ def main(args):
     ddp = wrap_model(model, args.deterministic) if d.world_size > 1 else model
 
     # 2. define dataloader
-    train_batches = GlobalBatches(
+    train_sampler = GlobalBatchSampler(
         len(train_set), args.batch_size, d.rank, d.world_size, accumulate, seed=args.seed
     )
-    val_batches = GlobalBatches(len(val_set), args.batch_size, d.rank, d.world_size, accumulate)
-    train_loader = DeviceLoader(train_set, train_batches, args.workers, d, group)
-    val_loader = DeviceLoader(val_set, val_batches, args.workers, d, group)
-    progress = Progress(args, d, train_batches, ddp)
+    val_sampler = GlobalBatchSampler(
+        len(val_set), args.batch_size, d.rank, d.world_size, accumulate
+    )
+    train_loader = DeviceLoader(train_set, train_sampler, args.workers, d, group)
+    val_loader = DeviceLoader(val_set, val_sampler, args.workers, d, group)
+    progress = Progress(args, d, train_sampler, ddp)
     progress.header(model, train_set, val_set)
-    check_batches(args, d, model, train_batches)
+    check_batches(args, d, model, train_sampler)
 
     # 3. define loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing, reduction="sum")
@@ -109,7 +114,7 @@ def main(args):
         criterion=criterion,
         optimizer=optimizer,
         scaler=scaler,
-        batches=train_batches,
+        sampler=train_sampler,
         micro_batch=micro_batch,
     )
     if state:
@@ -138,7 +143,7 @@ def main(args):
     checkpoints.finish()
     progress.close(stopped or progress.outcome(accuracy, run.best))
     if stopped:
-        exit_for_requeue(d.launcher)
+        signals.exit_for_requeue(d.launcher)
     signals.ignore()
 
 
@@ -153,7 +158,7 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
     if first_step == 0:
         run.totals.zero_()
     train_mode(run.model, args.freeze)
-    run.batches.set_epoch(epoch, first_step)
+    run.sampler.set_epoch(epoch, first_step)
     batches = progress.timed(loader, epoch, first_step, run.totals)
     for step in range(first_step, run.steps):
         # A signal reaches one rank. All ranks vote, and count the votes at the end of the step.
@@ -172,7 +177,7 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
                     outputs = run.ddp(run.prepare(images))
                     loss = run.criterion(outputs, targets)
                 # The loss is a sum. DDP averages over ranks, whose numbers of images may differ.
-                weight = d.world_size / run.batches.step_size(step)
+                weight = d.world_size / run.sampler.step_size(step)
                 run.scaler.scale(loss * weight).backward()
             run.totals += torch.cat([loss.detach()[None], count_correct(outputs, targets)])
         progress.backward_done()
@@ -234,13 +239,13 @@ class Run:
     criterion: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    batches: GlobalBatches  # of the training set
+    sampler: GlobalBatchSampler  # of the training set
     micro_batch: int  # images in a micro-batch on one rank, at most
     step: int = 0  # training steps done
     best: float | None = None  # top-1 in %
 
     def __post_init__(self):
-        self.steps, self.accumulate = self.batches.steps, self.batches.accumulate
+        self.steps, self.accumulate = self.sampler.steps, self.sampler.accumulate
         self.normalize = build_normalize(self.args.channels_last, self.d.device)
         # Of this rank in this epoch: sum of losses, correct answers, correct among five, images.
         self.totals = torch.zeros(4, device=self.d.device)
@@ -278,7 +283,7 @@ class Run:
             "accumulate": self.accumulate,
             "micro_batch": self.micro_batch,
             "world_size": self.d.world_size,
-            "images": self.batches.images,
+            "images": self.sampler.images,
             "flags": {name: str(value) for name, value in vars(self.args).items()},
             "model": self.model.state_dict(),
             "ema": self.ema.module.state_dict() if self.ema else None,

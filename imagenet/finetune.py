@@ -8,8 +8,7 @@ import torchvision
 from torch import nn
 
 from common.errors import UserError, one_line
-from imagenet.checkpoint import load_weights
-from imagenet.resume import load_into
+from imagenet.weights import load_into, load_weights
 
 TORCHVISION = "torchvision:"
 

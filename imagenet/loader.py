@@ -23,12 +23,12 @@ from imagenet.datasets import DummyImages
 MAX_DAMAGED = 0.01  # the share of images that may be unreadable
 
 
-def build_loader(dataset, batches, workers, local_world_size):
+def build_loader(dataset, sampler, workers, local_world_size):
     """Build the ordinary DataLoader, for batches of uint8 images.
 
     Args:
         dataset: Images or DummyImages.
-        batches: GlobalBatches.
+        sampler: GlobalBatchSampler.
         workers: int, or None for this process's share of the cores, less two beside a GPU (for
             DummyImages, none).
         local_world_size: int, the processes on this machine, which share its cores.
@@ -43,7 +43,7 @@ def build_loader(dataset, batches, workers, local_world_size):
     util.Finalize(None, _kill_workers, exitpriority=100)
     return DataLoader(
         dataset,
-        batch_sampler=batches,
+        batch_sampler=sampler,
         num_workers=workers,
         multiprocessing_context=START_METHOD if workers else None,
         persistent_workers=workers > 0,
@@ -74,13 +74,13 @@ class DeviceLoader:
     On a GPU, each is copied while the step before it computes.
 
     Args:
-        dataset, batches, workers: see build_loader.
+        dataset, sampler, workers: see build_loader.
         d: Distributed.
         group: a gloo process group of all ranks.
     """
 
-    def __init__(self, dataset, batches, workers, d, group):
-        self.loader = build_loader(dataset, batches, workers, d.local_world_size)
+    def __init__(self, dataset, sampler, workers, d, group):
+        self.loader = build_loader(dataset, sampler, workers, d.local_world_size)
         self.device = d.device
         self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         self.damaged = DamagedImages(dataset, group)

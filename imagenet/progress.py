@@ -31,13 +31,13 @@ class Progress(Report):
     Args:
         args: the flags of 06.
         d: Distributed.
-        batches: GlobalBatches, of the training set.
+        sampler: GlobalBatchSampler, of the training set.
         ddp: DistributedDataParallel, or anything else in a world of one.
     """
 
-    def __init__(self, args, d, batches, ddp):
+    def __init__(self, args, d, sampler, ddp):
         self.args, self.device, self.rank = args, d.device, d.rank
-        self.batches, self.steps, self.accumulate = batches, batches.steps, batches.accumulate
+        self.sampler, self.steps, self.accumulate = sampler, sampler.steps, sampler.accumulate
         self.started, self.tensorboard = time.perf_counter(), None
         # On a GPU the hook of the clock slows the backward pass, so it is measured only if asked
         # for.
@@ -74,7 +74,7 @@ class Progress(Report):
         r, args = self.record, self.args
         weights = sum(p.numel() for p in model.parameters()) / 1e6
         local = f" ({r['local_world_size']} on this machine)" if r["world_size"] > 1 else ""
-        pieces = " to ".join(map(str, sorted(set(self.batches.piece_sizes()))))
+        pieces = " to ".join(map(str, sorted(set(self.sampler.piece_sizes()))))
         micro = f" in {self.accumulate} micro-batches" if self.accumulate > 1 else ""
         options = [f"amp {args.amp}", f"seed {args.seed}"]
         options += ["channels last"] * args.channels_last + ["compiled"] * args.compile
@@ -123,7 +123,7 @@ class Progress(Report):
             if count % self.accumulate == 0:
                 # Of all ranks: their pieces of a step may differ in size by one image.
                 step = self.first_step + count // self.accumulate - 1
-                self.images += self.batches.step_size(step)
+                self.images += self.sampler.step_size(step)
             yield batch
             if count == warmup_steps(steps) * self.accumulate:
                 self.timing_start = self._mark()

@@ -93,9 +93,9 @@ def micro_batches(args, world_size, state):
     return math.ceil(args.batch_size / (world_size * micro_batch)), micro_batch
 
 
-def check_batches(args, d, model, batches):
+def check_batches(args, d, model, sampler):
     """Refuse a batch that is too small to be cut into pieces, and name what is given and has no effect here."""
-    fewest, most = batches.piece_sizes()
+    fewest, most = sampler.piece_sizes()
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     synchronized = args.sync_bn and d.world_size > 1
     least = 2 if batch_norm and not synchronized else 1
@@ -103,8 +103,8 @@ def check_batches(args, d, model, batches):
         raise UserError(
             f"--batch-size {args.batch_size} leaves {fewest} to {most} images for each of "
             f"{d.world_size} processes in "
-            f"{batches.accumulate} micro-batches: expected {least} or more; at least --batch-size "
-            f"{least * d.world_size * batches.accumulate}, or fewer processes or micro-batches"
+            f"{sampler.accumulate} micro-batches: expected {least} or more; at least --batch-size "
+            f"{least * d.world_size * sampler.accumulate}, or fewer processes or micro-batches"
         )
     if args.warmup_epochs >= args.epochs and not args.evaluate and d.is_main:
         print(
@@ -127,19 +127,3 @@ def check_batches(args, d, model, batches):
     emulated = is_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
     if args.amp == "bf16" and emulated and d.is_main:
         print("--amp bf16: this GPU emulates bf16, which is slow; --amp fp16 is faster here")
-
-
-def load_into(model, weights, path):
-    """Load a state_dict into a model.
-
-    Raises:
-        UserError: it does not fit.
-    """
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{path} does not fit this model ({reason}): expected weights of this --arch; for "
-            "other classes, --new-head"
-        ) from None

@@ -14,10 +14,12 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 # Windows has no SIGUSR1
 SIGNALS = [name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 EXIT_REQUEUE = 75  # the exit code of a run that saved and can continue: EX_TEMPFAIL in sysexits.h
+DELAY = 10  # seconds: within them, torchrun's own signal arrives at all its workers
 
 
 class StopRequest:
@@ -38,7 +40,10 @@ def install():
 
 
 def ignore():
-    """Ignore both signals. When Python exits it restores the default handlers, which would kill the process."""
+    """Ignore both signals.
+
+    When Python exits it restores the default handlers, which would kill the process.
+    """
     for name in SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 
@@ -47,6 +52,20 @@ def _note(number, frame):
     stop.signal = signal.Signals(number).name
     if not stop.training:
         sys.exit(EXIT_REQUEUE)
+
+
+def exit_for_requeue(launcher):
+    """Exit with code 75 when torchrun does not count it as a failure. The state must be saved.
+
+    When a machine joins, each torchrun stops its own workers, some a little later than others. A
+    worker that exits before its torchrun has sent the signal counts as crashed, so it waits for the
+    signal.
+    """
+    deadline = time.monotonic() + DELAY
+    while launcher == "torchrun" and stop.signal is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ignore()
+    sys.exit(EXIT_REQUEUE)
 
 
 def exit_with_torchrun():

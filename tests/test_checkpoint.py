@@ -15,17 +15,10 @@ from ranks import context
 
 from common.errors import UserError
 from imagenet import checkpoint
-from imagenet.checkpoint import (
-    BEST,
-    Checkpoints,
-    Damaged,
-    SaveTimer,
-    decode,
-    load_weights,
-    read_file,
-    write_file,
-)
+from imagenet.checkpoint import BEST, Checkpoints, SaveTimer
+from imagenet.checkpoint_file import Damaged, decode, read_file, write_file
 from imagenet.flags import interval
+from imagenet.weights import load_weights
 
 RANK_0 = SimpleNamespace(rank=0, local_rank=0)
 

@@ -12,7 +12,7 @@ from imagenet_runs import final, parse_06
 
 from common.errors import UserError
 from imagenet import finetune
-from imagenet.checkpoint import decode, read_file
+from imagenet.checkpoint_file import decode, read_file
 from imagenet.model import build_model, parameter_groups
 from tools.book.translations import FLAGS
 

@@ -50,7 +50,8 @@ from common.distributed import Distributed, LaunchError, free_port
 from common.flags import output_file
 from imagenet import progress
 from imagenet.datasets import build_datasets
-from imagenet.elastic import GlobalBatches, check_launch
+from imagenet.launch_checks import check_launch
+from imagenet.sampler import GlobalBatchSampler
 from tools import prepare_imagenet
 
 # Scripts that take the same flags from one parser. A group has the flags that all its scripts have.
@@ -435,11 +436,11 @@ def tell(word, value):
 
 def with_a_clock_of_its_own(rank):
     """Let a second pass with each look of the checkpoints at the clock. Every step has a vote."""
-    from imagenet import checkpoint, elastic
+    from imagenet import checkpoint, votes
 
     seconds = itertools.count()
     checkpoint.time = SimpleNamespace(monotonic=lambda: next(seconds))
-    elastic.MAX_COST = 1000
+    votes.MAX_COST = 1000
 
 
 @pytest.mark.flags("06_imagenet.py", "--print-every", "--eval-every", "--checkpoint-every")
@@ -492,14 +493,14 @@ def test_06_has_so_many_loader_processes_per_loader(train, one_each):
 
 
 def tell_what_is_random(rank):
-    from imagenet import datasets, elastic, model
+    from imagenet import datasets, model, sampler
 
     def build(args, dataset, original=model.build_model):
         built = original(args, dataset)
         tell("weights", [weight.double().sum().item() for weight in built.parameters()])
         return built
 
-    def iterate(self, original=elastic.GlobalBatches.__iter__):
+    def iterate(self, original=sampler.GlobalBatchSampler.__iter__):
         for batch in original(self):
             tell("order", batch)
             yield batch
@@ -515,7 +516,7 @@ def tell_what_is_random(rank):
             tell("dropout", kept.sum().item())
         return original(self, inputs)
 
-    model.build_model, elastic.GlobalBatches.__iter__ = build, iterate
+    model.build_model, sampler.GlobalBatchSampler.__iter__ = build, iterate
     datasets.Images.__getitems__, torch.nn.Dropout.forward = fetch, drop
 
 
@@ -651,7 +652,9 @@ def test_06_times_communication_on_gpus_only_if_asked_for(monkeypatch):
     def clock(kind, world_size, *flags):
         args, device = parse_06("--dummy", 8, "--batch-size", 4, *flags), torch.device(kind)
         d = Distributed(0, world_size, 0, world_size, device, "gloo", "torchrun")
-        return progress.Progress(args, d, GlobalBatches(8, 4, 0, world_size), None).communication
+        return progress.Progress(
+            args, d, GlobalBatchSampler(8, 4, 0, world_size), None
+        ).communication
 
     assert clock("cuda", 2) is None and clock("cuda", 2, "--time-communication") == "a clock"
     assert clock("cpu", 2) == "a clock", "where it costs nothing"

@@ -23,10 +23,10 @@ from common.errors import UserError, lost_peer
 from common.syncbn import convert_sync_batchnorm
 from imagenet import flags
 from imagenet.datasets import DummyImages
-from imagenet.elastic import GlobalBatches
 from imagenet.loader import build_loader
 from imagenet.model import AveragedModel
 from imagenet.resume import check_batches
+from imagenet.sampler import GlobalBatchSampler
 
 LIBRARIES = [Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"]
 LIBRARIES += Path(torch.__file__).parent.parent.glob("nvidia/nccl/lib/libnccl.so*")
@@ -196,7 +196,7 @@ def test_two_ranks_on_the_one_gpu_that_torchrun_sees_are_refused_by_name():
 # this machine may have fewer cores
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp_path):
-    batches = GlobalBatches(4, 2, 0, 1)
+    batches = GlobalBatchSampler(4, 2, 0, 1)
     monkeypatch.setattr("imagenet.loader.cores_per_process", lambda processes: 16 // processes)
     images = copy.copy(DummyImages(4, 16))
     images.__class__ = type("Images", (DummyImages,), {})
@@ -222,7 +222,7 @@ def test_a_gpu_that_emulates_bf16_is_named(monkeypatch, capsys):
             "is_bf16_supported",
             lambda including_emulation, supported=supported: supported,
         )
-        check_batches(args, d, nn.Linear(2, 2), GlobalBatches(8, 4, 0, 1))
+        check_batches(args, d, nn.Linear(2, 2), GlobalBatchSampler(8, 4, 0, 1))
         assert said in capsys.readouterr().out
 
 

@@ -26,16 +26,17 @@ from ranks import Ranks, training_log
 from common.errors import UserError
 from common.images import list_images
 from common.models import MnistNet
-from imagenet import datasets, elastic, loader, signals
-from imagenet.checkpoint import decode, load_weights, read_file
+from imagenet import datasets, loader, signals, votes
+from imagenet.checkpoint_file import decode, read_file
 from imagenet.datasets import IGNORED, DummyImages, Images, build_datasets, find_folders
-from imagenet.elastic import GlobalBatches
 from imagenet.flags import can_compile
 from imagenet.loader import build_normalize
 from imagenet.model import build_model, parameter_groups
 from imagenet.progress import Progress
 from imagenet.resume import check_batches, check_same_run, micro_batches
+from imagenet.sampler import GlobalBatchSampler
 from imagenet.signals import EXIT_REQUEUE
+from imagenet.weights import load_weights
 
 
 @pytest.mark.slow
@@ -103,7 +104,7 @@ def signalled(ranks, name, rank):
 
 def wait_briefly_for_torchrun(rank):
     """There is no torchrun whose signal could arrive."""
-    elastic.SIGNAL_DELAY = 0.2
+    signals.DELAY = 0.2
 
 
 @pytest.mark.flags("06_imagenet.py", "--resume")
@@ -128,13 +129,13 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_leave(
 def send_a_signal_during_evaluation(rank):
     wait_briefly_for_torchrun(rank)
 
-    def cast(self, *wishes, original=elastic.Votes.cast):
+    def cast(self, *wishes, original=votes.Votes.cast):
         if len(wishes) == 1 and rank == 1:  # in an evaluation there is nothing to save
             os.kill(os.getpid(), signal.SIGTERM)
         original(self, *wishes)
 
-    elastic.MAX_COST = 1000  # so that every step has a vote
-    elastic.Votes.cast = cast
+    votes.MAX_COST = 1000  # so that every step has a vote
+    votes.Votes.cast = cast
 
 
 def test_a_signal_during_an_evaluation_ends_it_and_the_resumed_run_evaluates_that_epoch(
@@ -571,13 +572,13 @@ def test_a_worker_that_stops_for_its_torchrun_waits_for_the_signal(monkeypatch):
         waits.append(seconds)
         signals.stop.signal = "SIGTERM" if len(waits) == 3 else None
 
-    monkeypatch.setattr(elastic.time, "sleep", sleep)
+    monkeypatch.setattr(signals.time, "sleep", sleep)
     monkeypatch.setattr(signals, "ignore", lambda: None)
     monkeypatch.setattr(signals, "stop", signals.StopRequest())
     for launcher, expected in (("torchrun", 3), ("srun", 0)):
         waits.clear()
         with pytest.raises(SystemExit) as end:
-            elastic.exit_for_requeue(launcher)
+            signals.exit_for_requeue(launcher)
         assert end.value.code == EXIT_REQUEUE and len(waits) == expected
 
 
@@ -1002,7 +1003,7 @@ def test_a_step_line_tells_means_speed_and_time_left_as_computed_by_hand(monkeyp
 @pytest.mark.parametrize("images", [7, 24, 101])
 @pytest.mark.parametrize("batch_size", [1, 6, 10])
 def test_any_world_takes_the_images_of_a_step_once_each_in_equal_pieces(images, batch_size):
-    alone = GlobalBatches(images, batch_size, 0, 1, seed=3)
+    alone = GlobalBatchSampler(images, batch_size, 0, 1, seed=3)
     alone.set_epoch(2)
     steps = [sorted(batch) for batch in alone]
     assert sorted(key for step in steps for key in step) == [(2, k) for k in range(images)]
@@ -1010,7 +1011,7 @@ def test_any_world_takes_the_images_of_a_step_once_each_in_equal_pieces(images, 
     assert max(map(len, steps)) <= batch_size and max(map(len, steps)) - min(map(len, steps)) <= 1
     for world_size, accumulate in ((2, 1), (3, 2), (5, 3)):
         ranks = [
-            GlobalBatches(images, batch_size, r, world_size, accumulate, seed=3)
+            GlobalBatchSampler(images, batch_size, r, world_size, accumulate, seed=3)
             for r in range(world_size)
         ]
         first = alone.steps // 2
@@ -1029,12 +1030,12 @@ def test_any_world_takes_the_images_of_a_step_once_each_in_equal_pieces(images, 
 
 def test_the_order_changes_with_the_epoch_and_the_seed_and_nothing_else():
     def order(seed, epoch):
-        batches = GlobalBatches(50, 10, 0, 1, seed=seed)
+        batches = GlobalBatchSampler(50, 10, 0, 1, seed=seed)
         batches.set_epoch(epoch)
         return [index for batch in batches for _, index in batch]
 
     assert order(0, 1) == order(0, 1) and order(0, 1) != order(0, 2) != order(5, 2)
-    assert [index for batch in GlobalBatches(50, 10, 0, 1) for _, index in batch] == list(
+    assert [index for batch in GlobalBatchSampler(50, 10, 0, 1) for _, index in batch] == list(
         range(50)
     ), "tests in order"
 
@@ -1104,7 +1105,7 @@ def test_a_warm_up_as_long_as_the_training_and_an_unused_test_folder_are_named(t
             parse_06(tmp_path, "--batch-size", 4, *flags),
             d,
             torch.nn.Linear(2, 2),
-            GlobalBatches(8, 4, 0, 1),
+            GlobalBatchSampler(8, 4, 0, 1),
         )
         return capsys.readouterr().out
 
@@ -1122,7 +1123,7 @@ def test_synchronized_batch_norm_needs_one_image_on_each_of_two_ranks(tmp_path):
     d = SimpleNamespace(device=torch.device("cpu"), is_main=False, world_size=2)
     model, batches = (
         torch.nn.BatchNorm2d(3),
-        GlobalBatches(images=8, batch_size=2, rank=0, world_size=2),
+        GlobalBatchSampler(images=8, batch_size=2, rank=0, world_size=2),
     )
     check_batches(parse_06(tmp_path, "--batch-size", 2, "--sync-bn"), d, model, batches)
     with pytest.raises(

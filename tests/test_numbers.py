@@ -34,8 +34,8 @@ from common.distributed import Distributed
 from common.memory import MemoryImages
 from common.models import MnistNet, SmallNet
 from imagenet import datasets, progress
-from imagenet.checkpoint import decode, read_file
-from imagenet.elastic import GlobalBatches
+from imagenet.checkpoint_file import decode, read_file
+from imagenet.sampler import GlobalBatchSampler
 
 MIB = 2**20
 EVALUATION = 50  # seconds of reading a batch of test images
@@ -280,7 +280,7 @@ def test_the_header_counts_the_weights_as_torchvision_does(header, capsys):
         of_run = report.Report(flags(), torch.device("cpu"))
         of_run.header(model, images, images, 0.01)
     else:
-        batches = GlobalBatches(12, 4, 0, 1)
+        batches = GlobalBatchSampler(12, 4, 0, 1)
         of_run = progress.Progress(parse_06("--dummy", 12), alone(), batches, model)
         of_run.header(model, images, images)
     assert f"resnet18, {weights / 1e6:.1f} M weights" in capsys.readouterr().out

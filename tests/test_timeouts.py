@@ -99,15 +99,15 @@ def stop_in_the_first_step(rank):
 
 def stop_in_the_evaluation(rank):
     """There, the ranks wait for each other in votes alone, which have a group of their own."""
-    from imagenet import elastic
+    from imagenet import votes
 
-    def cast(self, *wishes, original=elastic.Votes.cast):
+    def cast(self, *wishes, original=votes.Votes.cast):
         if rank == 1 and len(wishes) == 1:  # in an evaluation there is nothing to save
             os.kill(os.getpid(), signal.SIGSTOP)
         original(self, *wishes)
 
-    elastic.MAX_COST = 1000  # so that every step has a vote
-    elastic.Votes.cast = cast
+    votes.MAX_COST = 1000  # so that every step has a vote
+    votes.Votes.cast = cast
 
 
 FLAGS_03 = ["--arch", "mnist_net", "--batch-size", 8, "--limit", 32, "--epochs", 1]

@@ -32,7 +32,7 @@ from torchvision.transforms import v2
 
 from common.ddp_flags import parse_spawn_args
 from common.distributed import Address, free_port, rendezvous, setup_device, setup_distributed
-from imagenet.elastic import check_restarts
+from imagenet.launch_checks import check_restarts
 from tools.lab import hosts as hosts_module
 
 PAGE = ROOT / "docs/troubleshooting.md"

@@ -20,7 +20,7 @@ from images import write_images
 from processes import finished, without_gloo
 from ranks import Ranks
 
-from imagenet.checkpoint import decode, read_file
+from imagenet.checkpoint_file import decode, read_file
 from tools.lab import hosts as hosts_module
 
 RUNGS = ["03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py", "05_mnmc_ddp_slurm.py"]

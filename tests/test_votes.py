@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from common.distributed import cleaned_up, free_port
-from imagenet import elastic
-from imagenet.elastic import Votes
+from imagenet import votes as votes_module
+from imagenet.votes import Votes
 
 STEPS, SAVE_AT, STOP_AT = 200, 33, 97
 
@@ -30,7 +30,7 @@ def vote_beside_a_slow_rank(rank):
     A vote takes 0.1 s on rank 0 and 0.3 s on rank 1. A step takes 0.2 s and 0.4 s.
     """
     every, now = [], 0.0
-    elastic.time.perf_counter = lambda: now
+    votes_module.time.perf_counter = lambda: now
     original = dist.all_reduce
 
     def all_reduce(*args, **options):
@@ -104,7 +104,7 @@ def test_a_vote_costs_a_hundredth_of_a_step_unless_a_wish_would_wait_too_long(
     votes, monkeypatch, vote, step, every
 ):
     now = [0.0]
-    monkeypatch.setattr(elastic.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(votes_module.time, "perf_counter", lambda: now[0])
     votes.seconds = vote
     for k in range(1 + 2 * every):
         votes.cast(False)

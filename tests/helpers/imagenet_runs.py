@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from processes import ROOT
 
-from imagenet.checkpoint import decode, read_file
+from imagenet.checkpoint_file import decode, read_file
 
 script = SimpleNamespace(**runpy.run_path(str(ROOT / "06_imagenet.py"), run_name="script"))
 

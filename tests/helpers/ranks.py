@@ -33,7 +33,9 @@ PRELOAD += [
 PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.flags"]
 PRELOAD += [
     "imagenet.loader",
-    "imagenet.elastic",
+    "imagenet.launch_checks",
+    "imagenet.sampler",
+    "imagenet.votes",
     "imagenet.model",
     "imagenet.progress",
     "imagenet.resume",

@@ -40,8 +40,8 @@ from common.distributed import free_port
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, output_file, whole_number
 from common.report import environment
-from imagenet.elastic import Votes
 from imagenet.signals import EXIT_REQUEUE
+from imagenet.votes import Votes
 from tools.records import append
 
 STEPS = 60  # training steps with votes

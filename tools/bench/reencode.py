@@ -21,8 +21,8 @@ from common.errors import UserError, one_line_errors
 from common.flags import Parser, output_file, whole_number
 from common.report import environment
 from imagenet.datasets import Images
-from imagenet.elastic import GlobalBatches
 from imagenet.loader import build_loader
+from imagenet.sampler import GlobalBatchSampler
 from tools.records import append, spread
 
 
@@ -127,7 +127,7 @@ def one_worker(folder, image_size):
     """Return a loader of 06 with one worker, which stays alive between readings."""
     images = Images(str(folder), image_size, seed=0)
     batch = min(32, len(images))
-    return build_loader(images, GlobalBatches(len(images) // batch * batch, batch, 0, 1), 1, 1)
+    return build_loader(images, GlobalBatchSampler(len(images) // batch * batch, batch, 0, 1), 1, 1)
 
 
 def megabytes(folder):

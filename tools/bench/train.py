@@ -32,7 +32,6 @@ from common.errors import UserError, one_line_errors
 from common.images import MEAN, STD
 from common.report import environment, peak_memory, synchronize, warmup_steps
 from imagenet.datasets import Images
-from imagenet.elastic import GlobalBatches
 from imagenet.flags import (
     AMP_DTYPES,
     Parser,
@@ -43,6 +42,7 @@ from imagenet.flags import (
 )
 from imagenet.loader import build_loader
 from imagenet.model import build_model
+from imagenet.sampler import GlobalBatchSampler
 from tools.bench.measure import ROOT, pick_device
 from tools.records import append, checkpoint_cost, spread
 
@@ -227,7 +227,7 @@ def compare_loaders(args, env):
         T.Normalize(mean, std),
     ]
     folder = torchvision.datasets.ImageFolder(os.path.join(args.data_dir, "train"), T.Compose(crop))
-    batches = GlobalBatches(images, args.batch_size, 0, 1)
+    batches = GlobalBatchSampler(images, args.batch_size, 0, 1)
     classic = DataLoader(
         Subset(folder, range(images)), args.batch_size, num_workers=1, persistent_workers=True
     )

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from common.errors import UserError, one_line_errors
-from imagenet.checkpoint import decode, read_file
+from imagenet.checkpoint_file import decode, read_file
 
 PARTS = ("step", "model", "ema", "optimizer", "scaler", "totals")
 
