@@ -90,7 +90,7 @@ def main(args):
         len(train_set), args.batch_size, d.rank, d.world_size, accumulate, seed=args.seed
     )
     val_sampler = GlobalBatchSampler(
-        len(val_set), args.batch_size, d.rank, d.world_size, accumulate
+        len(val_set), args.batch_size, d.rank, d.world_size, accumulate, seed=None
     )
     train_loader = DeviceLoader(train_set, train_sampler, args.workers, d, group)
     val_loader = DeviceLoader(val_set, val_sampler, args.workers, d, group)

@@ -1,36 +1,19 @@
-"""Console lines and run records: what a script prints, and what the charts are drawn from.
+"""What 01 to 05 print and record.
 
-A Report only observes: without it a script trains the same model. It waits for the device before it
-reads the clock, so its seconds are true. Images per second leave out the first steps of an epoch
-(compilation, workers that start) and evaluation.
+A Report only observes: without it a script trains the same model.
 """
 
-import datetime
-import json
 import multiprocessing
 import os
-import platform
-import re
-import shlex
-import sys
 import time
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torchvision
-from tqdm import tqdm
 
-from common.errors import UserError
-
-# How a recorded command starts, given the number of machines and the processes on each.
-COMMANDS = {
-    "python": "python",
-    "torchrun": "torchrun --nnodes={} --nproc-per-node={}",
-    "mp.spawn": "python",
-    "srun": "srun --nodes={} --ntasks-per-node={} python",
-}
-MAX_HOSTS = 16  # lines of the header that name hosts
+from common.console import Console, memory_used
+from common.distributed import find_launcher
+from common.records import append_record, count_repeats, run_fields
 
 
 class Report:
@@ -43,51 +26,40 @@ class Report:
     """
 
     def __init__(self, args, device, local_world_size=1):
-        self.args, self.device, self.started = args, device, time.perf_counter()
-        self.rank, world_size = (
-            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        )
-        launcher = launcher_name()
-        start = COMMANDS[launcher].format(world_size // local_world_size, local_world_size)
-        script = os.path.basename(sys.argv[0])
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.args = args
+        self.device = device
+        self.world_size = world_size
+        self.started = time.perf_counter()
+        self.console = Console(rank)
+        self.meter = Meter(device)
         flags = ("dataset", "data_dir", "limit", "augment", "batch_size", "warmup_epochs", "seed")
-        self.record = {name: getattr(args, name) for name in flags} | environment(device)
+        self.record = {name: getattr(args, name) for name in flags}
+        self.record |= run_fields(device, launcher_name(), world_size, local_world_size)
         self.record |= {
-            "script": script,
-            "command": f"{start} {shlex.join([script, *sys.argv[1:]])}",
-            "launcher": launcher,
             "model": args.arch,
-            "world_size": world_size,
-            "local_world_size": local_world_size,
             "global_batch": args.batch_size * world_size,
-            "backend": dist.get_backend() if dist.is_initialized() else "none",
             "amp": "none",
             "sync_bn": getattr(args, "sync_bn", False),
         }
         if args.log_file:
             self.record["repeat"] = count_repeats(args.log_file, self.record["command"])
-        self.bar = None
+        self.test_images = None  # in the test set
+        # Of the current epoch:
+        self.epoch = 0
+        self.steps = 0
+        self.waited = 0.0  # seconds for data
+        self.totals = [0.0, 0.0, 0.0]  # sum of losses, correct answers, images; see show_step
+        # Of the last line, and of the last epoch:
+        self.train_loss = None
+        self.train_acc = None  # in %
+        self.test_acc = None  # in %
+        self.seconds = None
+        self.images_per_second = None
 
     def print(self, line):
-        if self.rank == 0:
-            tqdm.write(line)  # above the progress bar, if there is one
-            sys.stdout.flush()
-
-    def with_bar(self, batches, total):
-        """Yield batches. On a terminal, rank 0 shows the progress of the epoch meanwhile."""
-        is_hidden = self.rank > 0 or not sys.stdout.isatty()
-        description = f"epoch {self.epoch + 1}/{self.args.epochs}"
-        with tqdm(
-            total=total,
-            desc=description,
-            unit="batch",
-            leave=False,
-            disable=is_hidden,
-            file=sys.stdout,
-        ) as self.bar:
-            for batch in batches:
-                yield batch
-                self.bar.update()
+        self.console.print(line)
 
     def header(self, model, train_set, test_set, lr):
         """Print what decides the cost and the result of a run. Every rank must call it.
@@ -95,73 +67,64 @@ class Report:
         Args:
             lr: float, the learning rate after scaling.
         """
-        r, args, self.test_images = self.record, self.args, len(test_set)
+        r = self.record
+        args = self.args
         r["lr"] = lr
-        weights = sum(p.numel() for p in model.parameters()) / 1e6
+        self.test_images = len(test_set)
+        local = f" ({r['local_world_size']} on this machine)" if self.world_size > 1 else ""
+        started_by = f"started by {r['launcher']} | world size {self.world_size}{local}"
+        self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
+        self.console.print_devices(self.device, r["device_name"], r["cpu_threads"], self.world_size)
+
         size = "x".join(str(n) for n in (train_set.channels, *train_set.image_size))
         storage = "in memory" if train_set.in_memory else "read from files"
+        weights = sum(p.numel() for p in model.parameters()) / 1e6
+        self.print(
+            f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, "
+            f"{storage}, {train_set.num_classes} classes | {args.arch}, {weights:.1f} M weights"
+        )
         options = [f"seed {args.seed}"]
         if args.warmup_epochs:
             options.append(f"{args.warmup_epochs:g} epochs of warm-up")
         if r["sync_bn"]:
             options.append("synchronized batch norm")
-        local = f" ({r['local_world_size']} on this machine)" if r["world_size"] > 1 else ""
-        started_by = f"started by {r['launcher']} | world size {r['world_size']}{local}"
-        self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
-        self.show_devices()
         self.print(
-            f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, "
-            f"{storage}, "
-            f"{train_set.num_classes} classes | {args.arch}, {weights:.1f} M weights"
-        )
-        self.print(
-            f"global batch = {args.batch_size} x {r['world_size']} = {r['global_batch']} | "
+            f"global batch = {args.batch_size} x {self.world_size} = {r['global_batch']} | "
             f"lr {args.lr:g} -> {lr:g} | {', '.join(options)}"
         )
 
-    def show_devices(self):
-        """Print the ranks of each host and their devices. Every rank must call it."""
-        r = self.record
-        if r["world_size"] == 1:
-            self.print(
-                f"device: {self.device} ({r['device_name']}, {r['cpu_threads']} CPU threads)"
-            )
-            return
-        everyone = [None] * r["world_size"]
-        dist.all_gather_object(
-            everyone, (platform.node(), self.device, r["device_name"], r["cpu_threads"])
-        )
-        lines = host_lines(everyone)
-        for line in lines[:MAX_HOSTS]:
-            self.print(line)
-        if len(lines) > MAX_HOSTS:
-            self.print(f"... and {len(lines) - MAX_HOSTS} more hosts")
-
     def timed(self, loader, epoch):
-        """Return an iterator over the batches of a training epoch that measures how long the loop waits for each.
+        """Return an iterator over a training epoch that measures how long the loop waits for data.
 
         On a GPU the wait is an upper bound of what data costs: meanwhile the GPU works on earlier
         steps.
         """
-        self.epoch, self.steps, self.images, self.waited = epoch, len(loader), 0, 0.0
+        self.epoch = epoch
+        self.steps = len(loader)
+        self.waited = 0.0
         self.totals = [0.0, 0.0, 0.0]
-        self.epoch_start = self.timing_start = self.line_start = self._mark()
-        return self.with_bar(self._timed(iter(loader)), self.steps)
+        self.meter.begin()
+        description = f"epoch {epoch + 1}/{self.args.epochs}"
+        return self.console.with_bar(self._timed(iter(loader)), self.steps, description)
 
     def _timed(self, batches):
-        step, asked = 0, time.perf_counter()
+        step = 0
+        asked = time.perf_counter()
         # to its end: RandomSampler draws a last random number there
         while batch := next(batches, None):
             self.waited += time.perf_counter() - asked
-            self.images += len(batch[1])
+            self.meter.images += len(batch[1]) * self.world_size
             yield batch
             step += 1
             if step == warmup_steps(self.steps):
-                self.timing_start = self.line_start = self._mark()
+                self.meter.warm = self.meter.line = self.meter.mark()
             asked = time.perf_counter()
 
     def due(self, step):
-        """Return whether a step, counted from 0, gets a line: one in --print-every, and the last. All ranks agree."""
+        """Return whether a step, counted from 0, gets a line. All ranks agree.
+
+        One in --print-every does, and the last.
+        """
         return (step + 1) % self.args.print_every == 0 or step + 1 == self.steps
 
     def show_step(self, step, totals):
@@ -175,20 +138,18 @@ class Report:
         new = totals.tolist()  # note: this waits for the device
         self.totals = [a + b for a, b in zip(self.totals, new, strict=True)]
         loss, correct, images = self.totals
-        self.train_loss, self.train_acc, speed = (
-            loss / images,
-            100 * correct / images,
-            self._speed(self.line_start),
-        )
+        self.train_loss = loss / images
+        self.train_acc = 100 * correct / images
+        speed = self.meter.speed(self.meter.line)
         self.print(
             f"   == step: [{step + 1:3}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | "
             f"loss: {self.train_loss:.3f} | acc: {self.train_acc:6.3f}% | {speed:.0f} img/s"
         )
-        self.bar.set_postfix_str(f"loss {self.train_loss:.3f}, {speed:.0f} img/s")
-        self.line_start = self._mark()
+        self.console.bar.set_postfix_str(f"loss {self.train_loss:.3f}, {speed:.0f} img/s")
+        self.meter.line = self.meter.mark()
         if step + 1 == self.steps:
-            self.seconds = self.line_start[0] - self.epoch_start[0]
-            self.images_per_second = self._speed(self.timing_start)
+            self.seconds = self.meter.line.seconds - self.meter.start.seconds
+            self.images_per_second = self.meter.speed(self.meter.warm)
 
     def show_epoch(self, correct):
         """Print the accuracy on the test set, and write the record of an epoch.
@@ -204,47 +165,64 @@ class Report:
             f"{100 * wait_share:.1f}% of it waiting for data"
         )
         measured = {
+            "epoch": self.epoch + 1,
             "seconds": round(self.seconds, 3),
             "images_per_second": round(self.images_per_second, 1),
-        }
-        measured |= {
             "data_wait_share": round(wait_share, 4),
             "train_loss": round(self.train_loss, 4),
+            "train_acc": round(self.train_acc, 3),
+            "test_acc": round(self.test_acc, 3),
         }
-        measured |= {"train_acc": round(self.train_acc, 3), "test_acc": round(self.test_acc, 3)}
-        self.write({"epoch": self.epoch + 1} | measured)
-
-    def write(self, measured):
-        """Append one line to --log-file: the settings of the run and what was measured."""
-        if self.args.log_file and self.rank == 0:
-            measured["peak_memory_mib"] = round(peak_memory() / 2**20)
-            with open(self.args.log_file, "a") as file:
-                file.write(json.dumps(self.record | measured) + "\n")
+        if self.args.log_file and self.console.rank == 0:
+            append_record(self.args.log_file, self.record | measured)
 
     def summary(self):
         """Print the last line of a run."""
-        self.close(f"done: test accuracy {self.test_acc:.2f}% after {self.args.epochs} epochs")
-
-    def close(self, line):
-        """Print a line, and with it the seconds and the memory of the run."""
-        memory = (
-            f"peak memory {peak_memory() / 2**30:.2f} GiB"
-            if peak_memory()
-            else "peak memory unknown"
+        seconds = time.perf_counter() - self.started
+        self.print(
+            f"done: test accuracy {self.test_acc:.2f}% after {self.args.epochs} epochs | "
+            f"{seconds:.0f} s | {memory_used(self.device)}"
         )
-        if self.device.type == "cuda":
-            memory += f", on the GPU {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
-        self.print(f"{line} | {time.perf_counter() - self.started:.0f} s | {memory}")
 
-    def _mark(self):
-        """Return the time when the device has finished its work, and the images of this process so far."""
+
+class Mark(NamedTuple):
+    """A moment of an epoch."""
+
+    seconds: float  # on the clock, when the device had finished its work
+    images: int  # of the epoch so far, on all ranks
+
+
+class Meter:
+    """The speed of a training epoch.
+
+    It waits for the device before it reads the clock, so its seconds are true. Images per second
+    since `warm` leave out the first steps of an epoch (compilation, workers that start).
+
+    Args:
+        device: torch.device.
+    """
+
+    def __init__(self, device):
+        self.device = device
+        self.images = 0  # of this epoch so far, on all ranks; the caller counts them
+        self.start = None  # Mark: the start of the epoch
+        self.warm = None  # Mark: the end of its first steps
+        self.line = None  # Mark: the last line that was printed
+
+    def begin(self):
+        """Begin an epoch."""
+        self.images = 0
+        self.start = self.warm = self.line = self.mark()
+
+    def mark(self):
+        """Return the Mark of now."""
         synchronize(self.device)
-        return time.perf_counter(), self.images
+        return Mark(time.perf_counter(), self.images)
 
-    def _speed(self, start):
-        """Return the images per second of all processes since a mark."""
-        now, images = self._mark()
-        return (images - start[1]) * self.record["world_size"] / (now - start[0])
+    def speed(self, since):
+        """Return the images per second on all ranks since a Mark."""
+        now = self.mark()
+        return (now.images - since.images) / (now.seconds - since.seconds)
 
 
 def batch_totals(loss, outputs, targets):
@@ -253,41 +231,13 @@ def batch_totals(loss, outputs, targets):
     return torch.stack([loss.detach() * len(targets), correct, torch.full_like(loss, len(targets))])
 
 
-def host_lines(everyone):
-    """Return a line per host, such as "ranks 0-7 on node1: cuda:0-7 (NVIDIA H100, 12 CPU threads each)".
-
-    A host has more than one line if its devices or threads differ.
-
-    Args:
-        everyone: for each rank (host, torch.device, name of the device, CPU threads).
-    """
-    groups = {}
-    for rank, (host, device, name, threads) in enumerate(everyone):
-        groups.setdefault((host, device.type, name, threads), []).append((rank, device.index))
-    lines = []
-    for (host, device, name, threads), members in groups.items():
-        ranks, indices = zip(*members, strict=True)
-        device += "" if device == "cpu" else f":{number_range(indices)}"
-        plural, each = ("s", " each") if len(ranks) > 1 else ("", "")
-        threads = f"{threads} CPU thread{'s' * (threads > 1)}{each}"
-        lines.append(f"rank{plural} {number_range(ranks)} on {host}: {device} ({name}, {threads})")
-    return lines
-
-
-def number_range(numbers):
-    """Return numbers as text: "0-3" if they follow each other, else "0,2,3"."""
-    first, last = numbers[0], numbers[-1]
-    follow = len(numbers) > 1 and list(numbers) == list(range(first, last + 1))
-    return f"{first}-{last}" if follow else ",".join(map(str, numbers))
-
-
 def launcher_name():
-    """Return what started the processes, one of COMMANDS."""
+    """Return what started this process: "python", "mp.spawn" or a launcher."""
     if not dist.is_initialized():
         return "python"
     if multiprocessing.parent_process():
         return "mp.spawn"
-    return "torchrun" if "LOCAL_RANK" in os.environ else "srun"
+    return find_launcher(os.environ)[0]
 
 
 def synchronize(device):
@@ -297,69 +247,5 @@ def synchronize(device):
 
 
 def warmup_steps(steps):
-    """Return how many steps of an epoch images per second leave out: 5, or a tenth of a short epoch."""
+    """Return how many steps of an epoch images per second leave out: 5, or a tenth if short."""
     return min(5, steps // 10)
-
-
-def environment(device):
-    """Return the fields of a record that name hardware and versions."""
-    return {
-        "device": device.type,
-        "device_name": device_name(device),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "cpu_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "python": platform.python_version(),
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    } | (gpu_software(device) if device.type == "cuda" else {})
-
-
-def gpu_software(device):
-    """Return the fields of a record that name the software of a GPU, and whether it rounds float32 to TF32."""
-    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    return {
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "driver": _read_proc("driver/nvidia/version", r"Kernel Module.*?\s(\d[\d.]+)"),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        # torch has several
-        "nccl_class": type(dist.group.WORLD._get_backend(device)).__name__ if nccl else None,
-        "tf32_matmul": torch.get_float32_matmul_precision() != "highest",
-        "tf32_conv": torch.backends.cudnn.allow_tf32,
-    }
-
-
-def device_name(device):
-    """Return the manufacturer's name of a device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return (
-        _read_proc("cpuinfo", r"model name\s*: (.*)") or platform.processor() or platform.machine()
-    )
-
-
-def peak_memory():
-    """Return the peak memory of this process in bytes, without its loader workers; 0 if there is no /proc."""
-    return int(_read_proc("self/status", r"VmHWM:\s*(\d+)") or 0) * 1024
-
-
-def _read_proc(name, pattern):
-    path = Path("/proc", name)
-    found = path.exists() and re.search(pattern, path.read_text())
-    return found[1] if found else None
-
-
-def count_repeats(log, command):
-    """Return how many runs of this command a log holds."""
-    try:
-        with open(log) as file:
-            return len({r["started"] for r in map(json.loads, file) if r["command"] == command})
-    except FileNotFoundError:
-        return 0
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"--log-file {log} holds lines that are not run records: name another file"
-        ) from None

@@ -1,31 +1,17 @@
-"""What 06 reports while it trains: console lines, TensorBoard, JSON lines, and where the time of a step goes.
+"""What 06 prints and records: console lines, TensorBoard, JSON lines.
 
 A Progress only observes: without it, the training is the same.
 """
 
-import os
-import shlex
-import sys
 import time
 
-import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-from common.report import Report, count_repeats, environment, warmup_steps
-
-# How a recorded command starts, given the number of machines, the processes on each, and all
-# processes.
-COMMANDS = {
-    "python": "python",
-    "torchrun": "torchrun --nnodes={} --nproc-per-node={}",
-    "srun": "srun --nodes={} --ntasks-per-node={} python",
-    "mpirun": "mpirun -n {2} python",
-    "nodes": "python",
-}
+from common.console import Console, memory_used
+from common.records import append_record, count_repeats, run_fields
+from common.report import Meter, warmup_steps
+from imagenet.clocks import CommunicationClock, Spans
 
 
-class Progress(Report):
+class Progress:
     """The console lines, records and clocks of one run of 06. Only rank 0 prints and writes.
 
     Args:
@@ -36,83 +22,108 @@ class Progress(Report):
     """
 
     def __init__(self, args, d, sampler, ddp):
-        self.args, self.device, self.rank = args, d.device, d.rank
-        self.sampler, self.steps, self.accumulate = sampler, sampler.steps, sampler.accumulate
-        self.started, self.tensorboard = time.perf_counter(), None
-        # On a GPU the hook of the clock slows the backward pass, so it is measured only if asked
+        self.args = args
+        self.d = d
+        self.sampler = sampler
+        self.steps = sampler.steps
+        self.accumulate = sampler.accumulate
+        self.started = time.perf_counter()
+        self.console = Console(d.rank)
+        self.meter = Meter(d.device)
+        self.waiting = Spans(d.device)  # for data
+        # On a GPU the hook of this clock slows the backward pass, so it is measured only if asked
         # for.
         measured = d.world_size > 1 and (d.device.type == "cpu" or args.time_communication)
         self.communication = CommunicationClock(ddp, d.device) if measured else None
-        self.waiting = Spans(d.device)
-        machines = d.world_size // d.local_world_size
-        start = COMMANDS[d.launcher].format(machines, d.local_world_size, d.world_size)
-        script = os.path.basename(sys.argv[0])
+
         same = ("image_size", "amp", "channels_last", "compile", "sync_bn", "ema", "seed")
-        self.record = {name: getattr(args, name) for name in same} | environment(d.device)
+        self.record = {name: getattr(args, name) for name in same}
+        self.record |= run_fields(d.device, d.launcher, d.world_size, d.local_world_size)
         self.record |= {
-            "script": script,
-            "command": f"{start} {shlex.join([script, *sys.argv[1:]])}",
-            "launcher": d.launcher,
             "dataset": f"dummy {args.dummy}" if args.dummy else args.train_path,
             "model": args.arch,
-            "world_size": d.world_size,
-            "local_world_size": d.local_world_size,
-            "backend": d.backend,
             "global_batch": args.batch_size,
             "accumulate": self.accumulate,
             "lr": args.lr * args.batch_size / 256,
         }
         if d.is_main and args.log_file:
             self.record["repeat"] = count_repeats(args.log_file, self.record["command"])
+        self.tensorboard = None
         if d.is_main and args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes two seconds to import
 
             self.tensorboard = SummaryWriter(args.tensorboard)
 
+        # Of the current epoch:
+        self.epoch = 0
+        self.first_step = 0  # above 0 if an earlier process trained the steps before it
+        self.waited = 0.0  # seconds for data, up to the last line
+        self.communicated = 0.0  # seconds
+        self.totals = [0.0, 0.0, 0.0, 0.0]  # up to the last line; see show_step
+        # Known at the end of the epoch:
+        self.seconds = None
+        self.images_per_second = None
+
+    def print(self, line):
+        self.console.print(line)
+
     def header(self, model, train_set, val_set):
         """Print what decides the cost and the result of a run. Every rank must call it."""
-        r, args = self.record, self.args
-        weights = sum(p.numel() for p in model.parameters()) / 1e6
-        local = f" ({r['local_world_size']} on this machine)" if r["world_size"] > 1 else ""
-        pieces = " to ".join(map(str, sorted(set(self.sampler.piece_sizes()))))
-        micro = f" in {self.accumulate} micro-batches" if self.accumulate > 1 else ""
-        options = [f"amp {args.amp}", f"seed {args.seed}"]
-        options += ["channels last"] * args.channels_last + ["compiled"] * args.compile
-        options += ["synchronized batch norm"] * (args.sync_bn and r["world_size"] > 1)
-        options += [f"averaged weights {args.ema:g}"] * bool(args.ema) + [
-            "deterministic"
-        ] * args.deterministic
-        started_by = f"started by {r['launcher']} | world size {r['world_size']}{local}"
+        r = self.record
+        args = self.args
+        world_size = self.d.world_size
+        local = f" ({self.d.local_world_size} on this machine)" if world_size > 1 else ""
+        started_by = f"started by {self.d.launcher} | world size {world_size}{local}"
         self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
-        self.show_devices()
+        self.console.print_devices(self.d.device, r["device_name"], r["cpu_threads"], world_size)
+        weights = sum(p.numel() for p in model.parameters()) / 1e6
         self.print(
             f"{r['dataset']}: {len(train_set)} train and {len(val_set)} test images, "
-            f"{len(train_set.classes)} classes, "
-            f"seen at {args.image_size}x{args.image_size} | {args.arch}, {weights:.1f} M weights"
+            f"{len(train_set.classes)} classes, seen at {args.image_size}x{args.image_size} | "
+            f"{args.arch}, {weights:.1f} M weights"
         )
+        pieces = " to ".join(str(size) for size in sorted(set(self.sampler.piece_sizes())))
+        micro = f" in {self.accumulate} micro-batches" if self.accumulate > 1 else ""
         self.print(
             f"global batch {args.batch_size}: {pieces} images per process at a time{micro}, "
-            f"{self.steps} steps per "
-            f"epoch | lr {args.lr:g} -> {r['lr']:g} | {', '.join(options)}"
+            f"{self.steps} steps per epoch | lr {args.lr:g} -> {r['lr']:g} | "
+            f"{', '.join(self._options())}"
         )
 
-    def backward_done(self):
-        """Note that the last backward pass of a step has returned."""
-        if self.communication:
-            self.communication.backward_done()
+    def _options(self):
+        """Return what the header says about the flags of this run: list of str."""
+        args = self.args
+        options = [f"amp {args.amp}", f"seed {args.seed}"]
+        if args.channels_last:
+            options.append("channels last")
+        if args.compile:
+            options.append("compiled")
+        if args.sync_bn and self.d.world_size > 1:
+            options.append("synchronized batch norm")
+        if args.ema:
+            options.append(f"averaged weights {args.ema:g}")
+        if args.deterministic:
+            options.append("deterministic")
+        return options
 
     def timed(self, loader, epoch, first_step, totals):
-        """Return an iterator over the batches of a training epoch that measures how long the device waits for them.
+        """Return an iterator over a training epoch that measures how long the device waits for data.
 
         Args:
             first_step: int, above 0 if an earlier process trained the steps before it.
             totals: float (4,), what that process counted; see show_step.
         """
-        self.epoch, self.first_step, self.images = epoch, first_step, 0
-        self.seconds, self.waited, self.communicated = None, 0.0, 0.0
+        self.epoch = epoch
+        self.first_step = first_step
+        self.waited = 0.0
+        self.communicated = 0.0
         self.totals = totals.tolist()
-        self.epoch_start = self.timing_start = self.line_start = self._mark()
-        return self.with_bar(self._timed(iter(loader)), (self.steps - first_step) * self.accumulate)
+        self.seconds = None
+        self.images_per_second = None
+        self.meter.begin()
+        description = f"epoch {epoch + 1}/{self.args.epochs}"
+        total = (self.steps - first_step) * self.accumulate
+        return self.console.with_bar(self._timed(iter(loader)), total, description)
 
     def _timed(self, batches):
         steps = self.steps - self.first_step
@@ -123,15 +134,15 @@ class Progress(Report):
             if count % self.accumulate == 0:
                 # Of all ranks: their pieces of a step may differ in size by one image.
                 step = self.first_step + count // self.accumulate - 1
-                self.images += self.sampler.step_size(step)
+                self.meter.images += self.sampler.step_size(step)
             yield batch
             if count == warmup_steps(steps) * self.accumulate:
-                self.timing_start = self._mark()
+                self.meter.warm = self.meter.mark()
 
-    def _speed(self, start):
-        """Return the images per second of all processes since a mark."""
-        now, images = self._mark()
-        return (images - start[1]) / (now - start[0])
+    def backward_done(self):
+        """Note that the last backward pass of a step has returned."""
+        if self.communication:
+            self.communication.backward_done()
 
     def due(self, step):
         """Return whether this step, counted from 0, gets a line. It is the same on every rank."""
@@ -146,48 +157,59 @@ class Progress(Report):
                 the first five, images; over all ranks and since the start of the epoch.
             lr: float, of this step.
         """
-        before, self.totals = self.totals, totals.tolist()  # note: this waits for the device
+        before = self.totals
+        self.totals = totals.tolist()  # note: this waits for the device
         loss, top1, top5, images = (
             now - then for now, then in zip(self.totals, before, strict=True)
         )
-        loss, top1, top5 = (
-            loss / max(1, images),
-            100 * top1 / max(1, images),
-            100 * top5 / max(1, images),
-        )
-        now = time.perf_counter()
-        seconds, speed = now - self.line_start[0], self._speed(self.line_start)
-        waited, communicated = (
-            self.waiting.read(),
-            self.communication.spans.read() if self.communication else 0.0,
-        )
-        waiting, exchanging = waited / seconds, communicated / seconds
-        shares = f"data {waiting:.1%}, compute {max(0, 1 - waiting - exchanging):.1%}"
-        if self.communication or self.record["world_size"] == 1:
-            shares += f", communication {exchanging:.1%}"
+        images = max(1, images)  # all images since the last line may be damaged
+        loss = loss / images
+        top1 = 100 * top1 / images
+        top5 = 100 * top5 / images
+
+        speed, data, communication = self._measure_line()
+        shares = f"data {data:.1%}, compute {max(0, 1 - data - communication):.1%}"
+        if self.communication or self.d.world_size == 1:
+            shares += f", communication {communication:.1%}"
         steps_done = self.epoch * self.steps + step + 1
-        seconds_per_step = (now - self.epoch_start[0]) / (step + 1 - self.first_step)
+        seconds = time.perf_counter() - self.meter.start.seconds
+        seconds_per_step = seconds / (step + 1 - self.first_step)
         left = (self.args.epochs * self.steps - steps_done) * seconds_per_step
         self.print(
             f"   == step: [{step + 1:4}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | "
-            f"loss: {loss:.3f} | "
-            f"top-1: {top1:6.3f}% | {speed:.0f} img/s | lr {lr:.4g} | {shares} | {duration(left)} "
-            "left"
+            f"loss: {loss:.3f} | top-1: {top1:6.3f}% | {speed:.0f} img/s | lr {lr:.4g} | "
+            f"{shares} | {duration(left)} left"
         )
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} img/s")
-        scalars = {"train/loss": loss, "train/top1": top1, "train/top5": top5, "train/lr": lr}
-        scalars |= {
+        self.console.bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} img/s")
+        scalars = {
+            "train/loss": loss,
+            "train/top1": top1,
+            "train/top5": top5,
+            "train/lr": lr,
             "speed/images_per_second": speed,
-            "speed/data": waiting,
-            "speed/communication": exchanging,
+            "speed/data": data,
+            "speed/communication": communication,
         }
         self._write_scalars(steps_done, scalars)
+        self.meter.line = self.meter.mark()
+        if step + 1 == self.steps:
+            self.seconds = self.meter.line.seconds - self.meter.start.seconds
+            self.images_per_second = self.meter.speed(self.meter.warm)
+
+    def _measure_line(self):
+        """Return what was measured since the last line.
+
+        Returns:
+            (speed, data, communication): images per second on all ranks, the share of time spent
+            waiting for data, and that spent in communication.
+        """
+        seconds = time.perf_counter() - self.meter.line.seconds
+        speed = self.meter.speed(self.meter.line)
+        waited = self.waiting.read()
+        communicated = self.communication.spans.read() if self.communication else 0.0
         self.waited += waited
         self.communicated += communicated
-        self.line_start = self._mark()
-        if step + 1 == self.steps:
-            self.seconds = self.line_start[0] - self.epoch_start[0]
-            self.images_per_second = self._speed(self.timing_start)
+        return speed, waited / seconds, communicated / seconds
 
     def show_epoch(self, accuracy):
         """Print the accuracy, if the epoch was evaluated, and write the record of the epoch.
@@ -195,8 +217,10 @@ class Progress(Report):
         Args:
             accuracy: (top-1 in %, top-5 in %, number of images) or None.
         """
-        measured, speed = {"epoch": self.epoch + 1}, ""
+        measured = {"epoch": self.epoch + 1}
+        speed = ""
         if self.seconds:  # otherwise an earlier process trained this epoch
+            loss, top1, _, images = self.totals
             waited = self.waited / self.seconds
             speed = f" | {self.images_per_second:.0f} img/s, {waited:.1%} waiting for data"
             measured |= {
@@ -204,21 +228,20 @@ class Progress(Report):
                 "images_per_second": round(self.images_per_second, 1),
                 "data_wait_share": round(waited, 4),
                 "communication_share": round(self.communicated / self.seconds, 4),
-                "train_loss": round(self.totals[0] / self.totals[3], 4),
-                "train_acc": round(100 * self.totals[1] / self.totals[3], 3),
+                "train_loss": round(loss / images, 4),
+                "train_acc": round(100 * top1 / images, 3),
             }
         if accuracy:
             top1, top5, images = accuracy
             self.print(
-                f"   == test: [{self.epoch + 1}/{self.args.epochs}] | top-1: {top1:6.3f}% | top-5: "
-                f"{top5:6.3f}% | "
-                f"{images} images{speed}"
+                f"   == test: [{self.epoch + 1}/{self.args.epochs}] | top-1: {top1:6.3f}% | "
+                f"top-5: {top5:6.3f}% | {images} images{speed}"
             )
-            self._write_scalars(
-                (self.epoch + 1) * self.steps, {"test/top1": top1, "test/top5": top5}
-            )
+            end_of_epoch = (self.epoch + 1) * self.steps
+            self._write_scalars(end_of_epoch, {"test/top1": top1, "test/top5": top5})
             measured |= {"test_acc": round(top1, 3), "test_top5": round(top5, 3)}
-        self.write(measured)
+        if self.args.log_file and self.d.is_main:
+            append_record(self.args.log_file, self.record | measured)
 
     def outcome(self, accuracy, best):
         """Return the last line of a run that was not stopped."""
@@ -232,7 +255,9 @@ class Progress(Report):
         if self.tensorboard:
             self.tensorboard.close()
         seconds = time.perf_counter() - self.started
-        super().close(line if seconds < 120 else f"{line} | {duration(seconds)}")
+        if seconds >= 120:
+            line += f" | {duration(seconds)}"
+        self.print(f"{line} | {seconds:.0f} s | {memory_used(self.d.device)}")
 
     def _write_scalars(self, step, values):
         if self.tensorboard:
@@ -241,73 +266,14 @@ class Progress(Report):
             self.tensorboard.flush()  # a killed process loses what is not on the disk
 
 
-class CommunicationClock:
-    """How long a step waits for gradients after its own backward pass: communication that no computation hides.
-
-    DistributedDataParallel sends gradients in buckets while the backward pass computes others. When
-    the last bucket is full, this rank has nothing more to compute. The rest is the time of the
-    network, and of slower ranks.
-    """
-
-    def __init__(self, ddp, device):
-        self.spans, self.open = Spans(device), False
-        self.side_stream = torch.cuda.Stream() if device.type == "cuda" else None
-        ddp.register_comm_hook(None, self._hook)
-
-    def _hook(self, _, bucket):
-        if bucket.is_last():
-            self.spans.begin()
-            self.open = True
-        if self.side_stream is None:
-            return allreduce_hook(dist.group.WORLD, bucket)
-        # On a side stream, since get_future() makes the current stream wait for the gradients.
-        self.side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side_stream):
-            return allreduce_hook(dist.group.WORLD, bucket)
-
-    def backward_done(self):
-        """Note that the last backward pass of a step has returned."""
-        if self.open:
-            self.spans.end()
-            self.open = False
-
-
-class Spans:
-    """Spans of time on a device. On a GPU, events measure them in its stream, so no step waits for the GPU."""
-
-    def __init__(self, device):
-        self.cuda, self.spans = device.type == "cuda", []
-
-    def begin(self):
-        self.start = self._now()
-
-    def end(self):
-        self.spans.append((self.start, self._now()))
-
-    def read(self):
-        """Return the seconds of all spans since the last reading. The device must have finished its work."""
-        spans, self.spans = self.spans, []
-        return sum(
-            begin.elapsed_time(end) / 1000 if self.cuda else end - begin for begin, end in spans
-        )
-
-    def _now(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
 def duration(seconds):
     """Return seconds in words, to two units."""
-    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    minutes = round(seconds / 60)
+    hours = round(seconds / 3600)
     if seconds < 120:
         return f"{seconds:.0f} s"
     if minutes < 120:
         return f"{minutes} min"
-    return (
-        f"{hours // 24} d {hours % 24} h"
-        if hours >= 48
-        else f"{minutes // 60} h {minutes % 60} min"
-    )
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"

@@ -198,7 +198,7 @@ def test_memory_holds_one_copy_of_the_images(dataset, tmp_path):
     code = f"""
 from common import data
 from common.flags import shared_flags
-from common.report import peak_memory
+from common.records import peak_memory
 import torch
 torch.arange(10).bincount()
 args = shared_flags("").parse_args({given})

@@ -647,7 +647,7 @@ def test_06_warm_up_starts_at_its_share_of_the_peak():
 def test_06_times_communication_on_gpus_only_if_asked_for(monkeypatch):
     """A GPU cannot be measured here, so the clock is a stand-in."""
     monkeypatch.setattr(progress, "CommunicationClock", lambda ddp, device: "a clock")
-    monkeypatch.setattr(progress, "environment", lambda device: {})
+    monkeypatch.setattr("common.records.environment", lambda device: {})
 
     def clock(kind, world_size, *flags):
         args, device = parse_06("--dummy", 8, "--batch-size", 4, *flags), torch.device(kind)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel as TorchsAveragedModel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from common import distributed, report
+from common import distributed, records
 from common.errors import UserError, lost_peer
 from common.syncbn import convert_sync_batchnorm
 from imagenet import flags
@@ -299,7 +299,7 @@ def test_setup_distributed_binds_the_process_group_to_its_gpu(joined, monkeypatc
 def test_a_record_names_the_software_of_a_gpu(monkeypatch):
     if torch.version.cuda is None:
         pytest.skip("this torch was built without CUDA")
-    fields = report.gpu_software(torch.device("cuda", 0))
+    fields = records.gpu_software(torch.device("cuda", 0))
     assert (
         fields["cuda"] == torch.version.cuda
         and fields["nccl"].count(".") == 2
@@ -308,7 +308,7 @@ def test_a_record_names_the_software_of_a_gpu(monkeypatch):
     assert fields["tf32_matmul"] is False and fields["tf32_conv"] is True, "the defaults of torch"
     torch.set_float32_matmul_precision("high")
     try:
-        assert report.gpu_software(torch.device("cuda", 0))["tf32_matmul"] is True
+        assert records.gpu_software(torch.device("cuda", 0))["tf32_matmul"] is True
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -324,6 +324,6 @@ def test_a_record_names_the_software_of_a_gpu(monkeypatch):
     ],
 )
 def test_the_version_of_the_driver_is_found_in_both_forms(text, monkeypatch):
-    monkeypatch.setattr(report.Path, "exists", lambda _: True)
-    monkeypatch.setattr(report.Path, "read_text", lambda _: text)
-    assert report.gpu_software(torch.device("cuda", 0))["driver"] == "550.54.15"
+    monkeypatch.setattr(records.Path, "exists", lambda _: True)
+    monkeypatch.setattr(records.Path, "read_text", lambda _: text)
+    assert records.gpu_software(torch.device("cuda", 0))["driver"] == "550.54.15"

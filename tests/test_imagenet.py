@@ -26,7 +26,9 @@ from ranks import Ranks, training_log
 from common.errors import UserError
 from common.images import list_images
 from common.models import MnistNet
+from common.report import Mark
 from imagenet import datasets, loader, signals, votes
+from imagenet import progress as progress_module
 from imagenet.checkpoint_file import decode, read_file
 from imagenet.datasets import IGNORED, DummyImages, Images, build_datasets, find_folders
 from imagenet.flags import can_compile
@@ -415,13 +417,13 @@ def test_dropout_differs_in_every_micro_batch_of_every_rank(train, tmp_path):
 
 
 def tell_of_exchanges(rank):
-    from imagenet import progress
+    from imagenet import clocks
 
-    def hook(self, state, bucket, original=progress.CommunicationClock._hook):
+    def hook(self, state, bucket, original=clocks.CommunicationClock._hook):
         print("exchange", flush=True)
         return original(self, state, bucket)
 
-    progress.CommunicationClock._hook = hook
+    clocks.CommunicationClock._hook = hook
 
 
 def test_ranks_exchange_gradients_once_per_step_however_many_micro_batches_it_has(train):
@@ -962,32 +964,18 @@ def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, 
 def test_a_step_line_tells_means_speed_and_time_left_as_computed_by_hand(monkeypatch, capsys):
     """In the second of three epochs of ten steps, resumed after step 4 and now after step 8, 40 s later."""
     monkeypatch.setattr("imagenet.progress.time.perf_counter", lambda: 140.0)
-    progress = Progress.__new__(Progress)
-    progress.args, progress.rank, progress.device = (
-        SimpleNamespace(epochs=3),
-        0,
-        torch.device("cpu"),
-    )
-    progress.record, progress.steps, progress.epoch, progress.first_step = (
-        {"world_size": 2},
-        10,
-        1,
-        4,
-    )
-    progress.epoch_start = progress.line_start = (100.0, 50)
-    progress.images, progress.totals, progress.waited, progress.communicated = (
-        450,
-        [30.0, 10.0, 20.0, 100.0],
-        0.0,
-        0.0,
-    )
-    progress.communication, progress.tensorboard, progress.waiting = (
-        None,
-        None,
-        SimpleNamespace(read=lambda: 10.0),
-    )
+    d = SimpleNamespace(device=torch.device("cpu"), rank=0, is_main=True, world_size=2)
+    d.launcher, d.local_world_size, d.backend = "torchrun", 2, "gloo"
+    args = parse_06("--dummy", 100, "--batch-size", 10, "--epochs", 3)
+    monkeypatch.setattr(progress_module, "CommunicationClock", lambda *_: None)
+    progress = Progress(args, d, GlobalBatchSampler(100, 10, 0, 2), None)
+    progress.epoch, progress.first_step = 1, 4
+    progress.meter.start = progress.meter.line = Mark(100.0, 50)
+    progress.meter.images = 450
+    progress.totals = [30.0, 10.0, 20.0, 100.0]
+    progress.waiting = SimpleNamespace(read=lambda: 10.0)
     beside_the_bar = []
-    progress.bar = SimpleNamespace(set_postfix_str=beside_the_bar.append)
+    progress.console.bar = SimpleNamespace(set_postfix_str=beside_the_bar.append)
     progress.show_step(7, torch.tensor([230.0, 110.0, 320.0, 500.0]), 0.05)
     assert capsys.readouterr().out == (
         "   == step: [   8/10] [2/3] | loss: 0.500 | top-1: 25.000% | 10 img/s | lr 0.05 | data "

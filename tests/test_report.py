@@ -10,8 +10,9 @@ import torch
 from conftest import flags
 
 from common import report as report_module
+from common.console import Console, host_lines
 from common.memory import MemoryImages
-from common.report import Report, host_lines
+from common.report import Report
 
 DESIGN = {
     *(
@@ -88,8 +89,10 @@ def clock(monkeypatch):
 
 def make(*given, rank=0, world_size=1):
     report = Report(flags(*given), torch.device("cpu"), local_world_size=1)
-    report.rank, report.test_images = rank, 100
-    report.record |= {"world_size": world_size, "global_batch": report.args.batch_size * world_size}
+    report.console.rank = rank
+    report.world_size = world_size
+    report.test_images = 100
+    report.record["global_batch"] = report.args.batch_size * world_size
     return report
 
 
@@ -167,7 +170,7 @@ def test_the_device_is_synchronised_before_the_clock_is_read(clock, monkeypatch)
     reads = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: reads.append(clock.now))
     report = make()
-    report.device = torch.device("cuda")
+    report.meter.device = torch.device("cuda")
     train_epoch(report, clock, steps=20, wait=0.0, seconds_of_step=lambda k: 1.0)
     assert reads[0] == 100.0 and reads[-1] == 120.0 and 102.0 in reads  # begin, end, end of warm-up
 
@@ -212,7 +215,7 @@ def test_only_rank_0_prints_and_writes(clock, tmp_path, capsys):
 
 def test_the_header_shows_how_batch_and_rate_come_about(capsys, monkeypatch):
     report = make("--batch-size", 256, world_size=4)
-    monkeypatch.setattr(report, "show_devices", lambda: None)
+    monkeypatch.setattr(report.console, "print_devices", lambda *_: None)
     report.header(torch.nn.Linear(1000, 1000), DATASET, DATASET, lr=0.04)
     out = capsys.readouterr().out
     assert "global batch = 256 x 4 = 1024 | lr 0.01 -> 0.04" in out
@@ -246,7 +249,7 @@ def test_many_hosts_have_16_lines(capsys, monkeypatch):
         everyone[:] = [(f"host{rank}", *mine[1:]) for rank in range(20)]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    make(world_size=20).show_devices()
+    Console(0).print_devices(torch.device("cpu"), "EPYC", 1, world_size=20)
     lines = capsys.readouterr().out.splitlines()
     assert (
         len(lines) == 17

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.distributed import cores_per_process
 from common.errors import UserError, one_line_errors
 from common.flags import whole_number
-from common.report import device_name
+from common.records import device_name
 from tools.bench.measure import pick_device
 from tools.records import RESULTS, ROOT, RecordError, read
 

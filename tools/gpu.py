@@ -28,7 +28,7 @@ import torch
 
 from common.errors import UserError, one_line_errors
 from common.flags import Parser
-from common.report import environment
+from common.records import environment
 from tools.bench.measure import pick_device
 from tools.experiments import Machine
 

@@ -39,7 +39,8 @@ from common.data import build_datasets, build_transforms
 from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError, one_line_errors
 from common.flags import whole_number
-from common.report import environment, synchronize
+from common.records import environment
+from common.report import synchronize
 from tools.bench.measure import (
     ROOT,
     build_step,

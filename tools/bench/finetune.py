@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, output_file, whole_number
-from common.report import environment
+from common.records import environment
 from imagenet.datasets import find_folders
 from tools.records import append, spread
 

@@ -40,7 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.data import build_datasets, build_loader, build_transforms
 from common.errors import UserError, one_line_errors
-from common.report import environment, synchronize, warmup_steps
+from common.records import environment
+from common.report import synchronize, warmup_steps
 from tools.bench.measure import (
     ROOT,
     build_step,

@@ -23,7 +23,8 @@ from torchvision import transforms as T
 from common.errors import one_line_errors
 from common.flags import Parser, output_file, whole_number
 from common.images import MEAN, STD
-from common.report import environment, synchronize, warmup_steps
+from common.records import environment
+from common.report import synchronize, warmup_steps
 from imagenet.flags import AMP_DTYPES
 from tools.bench.measure import pick_device
 from tools.records import append

@@ -39,7 +39,7 @@ import imagenet.progress  # noqa: F401  (imported before the ranks are forked, s
 from common.distributed import free_port
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, output_file, whole_number
-from common.report import environment
+from common.records import environment
 from imagenet.signals import EXIT_REQUEUE
 from imagenet.votes import Votes
 from tools.records import append

@@ -38,7 +38,7 @@ from common.distributed import (
     rendezvous,
     setup_distributed,
 )
-from common.report import device_name
+from common.records import device_name
 from tools.records import append
 
 WHO = ("ours", "torch")

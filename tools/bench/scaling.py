@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.data import build_datasets, build_transforms
 from common.distributed import cleaned_up, setup_distributed
 from common.errors import one_line_errors
-from common.report import environment, synchronize
+from common.records import environment
+from common.report import synchronize
 from tools.bench.measure import build_step, first_batch, parse_args, write
 
 SIZES = [2**k for k in range(10, 27, 2)]  # bytes: 1 KiB to 64 MiB

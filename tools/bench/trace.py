@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.distributed import cleaned_up, setup_distributed
 from common.errors import one_line_errors
 from common.flags import output_file, whole_number
-from common.report import environment, synchronize
+from common.records import environment
+from common.report import synchronize
 from tools.records import append
 
 PARTS = ("forward", "backward", "optimizer")

@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import UserError, one_line_errors
 from common.images import MEAN, STD
-from common.report import environment, peak_memory, synchronize, warmup_steps
+from common.records import environment, peak_memory
+from common.report import synchronize, warmup_steps
 from imagenet.datasets import Images
 from imagenet.flags import (
     AMP_DTYPES,

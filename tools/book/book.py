@@ -129,7 +129,7 @@ def shown_commands():
 
 def record(commands):
     """Run commands and record their output in results/output/."""
-    from common.report import environment
+    from common.records import environment
     from tools.bench.measure import pick_device
     from tools.experiments import Machine
 

@@ -38,7 +38,7 @@ import torch
 
 from common.errors import UserError, one_line_errors
 from common.flags import output_file, whole_number
-from common.report import environment
+from common.records import environment
 from tools.lab import hosts as hosts_module
 from tools.records import append
 

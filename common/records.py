@@ -1,0 +1,128 @@
+"""Run records: one JSON line per epoch in --log-file, from which the charts are drawn."""
+
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchvision
+
+from common.errors import UserError
+
+# How a recorded command starts, by launcher.
+START = {
+    "python": "python",
+    "torchrun": "torchrun --nnodes={machines} --nproc-per-node={per_machine}",
+    "mp.spawn": "python",
+    "srun": "srun --nodes={machines} --ntasks-per-node={per_machine} python",
+    "mpirun": "mpirun -n {processes} python",
+    "nodes": "python",
+}
+
+
+def run_fields(device, launcher, world_size, local_world_size):
+    """Return the fields of a record that say how a run was started, and on what.
+
+    Args:
+        device: torch.device.
+        launcher: str, one of START.
+        world_size, local_world_size: int, the processes of the run, and of this machine.
+    """
+    start = START[launcher].format(
+        machines=world_size // local_world_size, per_machine=local_world_size, processes=world_size
+    )
+    script = os.path.basename(sys.argv[0])
+    return environment(device) | {
+        "script": script,
+        "command": f"{start} {shlex.join([script, *sys.argv[1:]])}",
+        "launcher": launcher,
+        "world_size": world_size,
+        "local_world_size": local_world_size,
+        "backend": dist.get_backend() if dist.is_initialized() else "none",
+    }
+
+
+def environment(device):
+    """Return the fields of a record that name hardware and versions."""
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        cores = len(os.sched_getaffinity(0))
+    fields = {
+        "device": device.type,
+        "device_name": device_name(device),
+        "cores": cores,
+        "cpu_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "python": platform.python_version(),
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+    if device.type == "cuda":
+        fields |= gpu_software(device)
+    return fields
+
+
+def gpu_software(device):
+    """Return the fields of a record that name a GPU's software, and whether it rounds to TF32."""
+    nccl_class = None
+    if dist.is_initialized() and dist.get_backend() == "nccl":  # torch has several
+        nccl_class = type(dist.group.WORLD._get_backend(device)).__name__
+    return {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": read_proc("driver/nvidia/version", r"Kernel Module.*?\s(\d[\d.]+)"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl_class": nccl_class,
+        "tf32_matmul": torch.get_float32_matmul_precision() != "highest",
+        "tf32_conv": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def device_name(device):
+    """Return the manufacturer's name of a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu = read_proc("cpuinfo", r"model name\s*: (.*)")
+    return cpu or platform.processor() or platform.machine()
+
+
+def peak_memory():
+    """Return the peak memory of this process in bytes, or 0 if there is no /proc.
+
+    Loader workers are processes of their own.
+    """
+    return int(read_proc("self/status", r"VmHWM:\s*(\d+)") or 0) * 1024
+
+
+def read_proc(name, pattern):
+    """Return the first group of a pattern in a file of /proc, or None."""
+    path = Path("/proc", name)
+    found = path.exists() and re.search(pattern, path.read_text())
+    return found[1] if found else None
+
+
+def count_repeats(log, command):
+    """Return how many runs of this command a log holds."""
+    try:
+        with open(log) as file:
+            records = [json.loads(line) for line in file]
+        return len({record["started"] for record in records if record["command"] == command})
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"--log-file {log} holds lines that are not run records: name another file"
+        ) from None
+
+
+def append_record(log, record):
+    """Append a record to a log, with the peak memory of this process."""
+    record = record | {"peak_memory_mib": round(peak_memory() / 2**20)}
+    with open(log, "a") as file:
+        file.write(json.dumps(record) + "\n")
