@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +10,12 @@ import psutil
 import pytest
 import torch
 import torchvision
-from conftest import ROOT
 from processes import finished
 
-sys.path.append(str(ROOT / "launch"))
-import preflight
+from common.distributed import Ranks
+from machine_checks import all_reduce, checks, facts, network, show
+
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 CHECKS = [
     "ranks",
@@ -89,7 +89,7 @@ def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by
     assert all(check["verdict"] == "ok" for check in report["checks"] if check["name"] != "threads")
     assert [rank["addresses"]["gloo"][1] for rank in report["ranks"]] == hosts.addresses
     assert [rank["host"] for rank in report["ranks"]] == hosts.names
-    for size, speed in zip(preflight.SIZES, report["all_reduce"], strict=True):
+    for size, speed in zip(all_reduce.SIZES, report["all_reduce"], strict=True):
         assert speed["bytes"] == size and speed["bus_bandwidth"] == pytest.approx(
             size / speed["seconds"]
         )
@@ -248,9 +248,7 @@ def fact(rank, **more):
 
 
 def test_a_rank_that_is_there_twice_is_named_with_both_processes():
-    check = preflight.check_ranks(
-        [fact(0), fact(1), fact(1, pid=77, host="n9"), fact(2), fact(3)], 4
-    )
+    check = checks.check_ranks([fact(0), fact(1), fact(1, pid=77, host="n9"), fact(2), fact(3)], 4)
     assert (
         check.verdict == "FAIL"
         and check.found == "rank 1 is claimed twice: process 101 on n0 and process 77 on n9"
@@ -258,7 +256,7 @@ def test_a_rank_that_is_there_twice_is_named_with_both_processes():
 
 
 def test_ranks_that_are_missing_are_named_with_what_to_check_on_their_machine():
-    check = preflight.check_ranks([fact(0), fact(1), fact(3)], 4)
+    check = checks.check_ranks([fact(0), fact(1), fact(3)], 4)
     assert check.verdict == "FAIL" and check.found.startswith("rank 2 of 4 did not answer within ")
     assert check.found.endswith(" s (n0 has ranks 0-1; n1 has rank 3)")
     assert check.change.startswith(
@@ -268,11 +266,11 @@ def test_ranks_that_are_missing_are_named_with_what_to_check_on_their_machine():
 
 def test_sizes_are_told_in_the_largest_unit_that_fits():
     sizes = [2**10, 2**20 - 2**10, 2**20, 2**29]
-    assert [preflight.text_of(size) for size in sizes] == ["1 KiB", "1023 KiB", "1 MiB", "512 MiB"]
+    assert [all_reduce.text_of(size) for size in sizes] == ["1 KiB", "1023 KiB", "1 MiB", "512 MiB"]
 
 
 def test_ranks_of_different_worlds_are_told_apart():
-    check = preflight.check_launch([fact(0), fact(1, world_size=2)])
+    check = checks.check_launch([fact(0), fact(1, world_size=2)])
     assert (check.verdict, check.found) == (
         "FAIL",
         "world_size 4 on rank 0; world_size 2 on rank 1",
@@ -282,12 +280,11 @@ def test_ranks_of_different_worlds_are_told_apart():
 def test_gpus_on_some_ranks_alone_and_gpus_that_idle_are_told():
     nccl = {"backend": "nccl", "device": "cuda:0", "device_id": "GPU-1", "gpus": 8}
     assert (
-        preflight.check_devices([fact(0, **nccl), fact(1)]).found
-        == "nccl on rank 0; gloo on rank 1"
+        checks.check_devices([fact(0, **nccl), fact(1)]).found == "nccl on rank 0; gloo on rank 1"
     )
-    check = preflight.check_devices([fact(0, **nccl), fact(1, **nccl | {"device_id": "GPU-2"})])
+    check = checks.check_devices([fact(0, **nccl), fact(1, **nccl | {"device_id": "GPU-2"})])
     assert (check.verdict, check.found) == ("warn", "n0 has 8 GPUs and 2 rank(s)")
-    refused = preflight.check_devices([fact(0, problem="4 processes on this machine, 2 GPU(s)")])
+    refused = checks.check_devices([fact(0, problem="4 processes on this machine, 2 GPU(s)")])
     assert (refused.verdict, refused.found) == (
         "FAIL",
         "rank 0 on n0: 4 processes on this machine, 2 GPU(s)",
@@ -300,26 +297,24 @@ def test_gpus_that_torch_cannot_use_are_a_failure_unless_they_are_hidden(monkeyp
             "The NVIDIA driver on your system is too old (found version 11040). Please update it."
         )
 
-    monkeypatch.setattr(preflight, "NVIDIA", tmp_path)
+    monkeypatch.setattr(facts, "NVIDIA", tmp_path)
     monkeypatch.setattr(torch.cuda, "init", too_old)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert preflight.unusable_gpus() is None, "no GPU in this machine"
+    assert facts.unusable_gpus() is None, "no GPU in this machine"
     (tmp_path / "0000:07:00.0").mkdir()
-    check = preflight.check_devices([preflight.facts(0, 1, 0, 1, "python")])
+    check = checks.check_devices([facts.facts("python", ALONE)])
     assert (
         check.verdict == "FAIL"
         and "driver on your system is too old (found version 11040); see" in check.found
     )
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    assert (
-        "torch cannot use the GPUs here: it finds none; see nvidia-smi" in preflight.unusable_gpus()
-    )
+    assert "torch cannot use the GPUs here: it finds none; see nvidia-smi" in facts.unusable_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert preflight.check_devices([preflight.facts(0, 1, 0, 1, "python")]).verdict == "ok"
+    assert checks.check_devices([facts.facts("python", ALONE)]).verdict == "ok"
 
 
 def test_different_versions_are_a_failure_with_the_command_that_mends_it():
-    check = preflight.check_versions([fact(0), fact(2, torch="2.9.1")])
+    check = checks.check_versions([fact(0), fact(2, torch="2.9.1")])
     assert (check.verdict, check.found) == (
         "FAIL",
         f"torch {fact(0)['torch']} on rank 0; torch 2.9.1 on rank 2",
@@ -332,10 +327,10 @@ def test_different_versions_are_a_failure_with_the_command_that_mends_it():
 
 
 def test_the_variables_of_the_network_are_among_the_facts(monkeypatch):
-    given = {name: "1" for name in preflight.VARIABLES}
+    given = {name: "1" for name in facts.VARIABLES}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert preflight.facts(0, 1, 0, 1, "python")["variables"] == given
+    assert facts.facts("python", ALONE)["variables"] == given
     documented = {
         "NCCL_SOCKET_IFNAME",
         "GLOO_SOCKET_IFNAME",
@@ -353,26 +348,26 @@ def test_gloo_is_checked_beside_nccl_because_06_uses_both():
         "addresses": {"nccl": ("eth0", "10.0.0.1"), "gloo": ("lo", "127.0.1.1")},
     }
     attempts = [
-        preflight.Attempt("n1", "n0", "gloo", "127.0.1.1", "Connection refused"),
-        preflight.Attempt("n1", "n0", "nccl", "10.0.0.1", None),
+        network.Attempt("n1", "n0", "gloo", "127.0.1.1", "Connection refused"),
+        network.Attempt("n1", "n0", "nccl", "10.0.0.1", None),
     ]
-    check = preflight.check_addresses([fact(0, **both), fact(2)], attempts)
+    check = checks.check_addresses([fact(0, **both), fact(2)], attempts)
     assert check.verdict == "FAIL" and "rank 0 on n0 listens at 127.0.1.1 (lo)" in check.found
     assert check.change == "export GLOO_SOCKET_IFNAME=eth0  # on n0"
-    assert preflight.check_network([fact(0, **both), fact(2)], attempts).verdict == "FAIL"
+    assert checks.check_network([fact(0, **both), fact(2)], attempts).verdict == "FAIL"
 
 
 def test_an_error_of_a_single_rank_fails_too():
-    outcome = preflight.Outcome(
+    outcome = all_reduce.Outcome(
         None, RuntimeError("CUDA error: out of memory"), {0: "connecting"}, []
     )
-    check = preflight.check_all_reduce(outcome, [fact(0)])
+    check = checks.check_all_reduce(outcome, [fact(0)])
     assert (check.verdict, check.found) == ("FAIL", "CUDA error: out of memory")
 
 
 @pytest.mark.parametrize(("threads", "verdict"), [(4, "warn"), (2, "ok"), (1, "warn")])
 def test_threads_must_fit_the_cores(threads, verdict):
-    check = preflight.check_threads([fact(rank, threads=threads) for rank in range(4)])
+    check = checks.check_threads([fact(rank, threads=threads) for rank in range(4)])
     assert check.verdict == verdict and check.change == (
         "export OMP_NUM_THREADS=2" if verdict == "warn" else ""
     )
@@ -380,20 +375,20 @@ def test_threads_must_fit_the_cores(threads, verdict):
 
 def test_tasks_that_are_bound_to_cores_of_their_own_may_use_all_of_them():
     bound = [fact(0, cores=[0, 1]), fact(1, cores=[2, 3])]
-    assert preflight.check_threads(bound).verdict == "ok"
+    assert checks.check_threads(bound).verdict == "ok"
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(20.0, "20 s ahead of"), (-20.0, "20 s behind")])
 def test_a_clock_that_is_ahead_or_behind_is_named(seconds, words):
     all_facts = [fact(rank) for rank in range(4)]
-    check = preflight.check_clocks(all_facts, {0: 0.0, 1: 0.3, 2: seconds, 3: -0.3})
+    check = checks.check_clocks(all_facts, {0: 0.0, 1: 0.3, 2: seconds, 3: -0.3})
     assert (check.verdict, check.found) == ("FAIL", f"rank 2 on n1 is {words} rank 0")
     assert check.change == "timedatectl set-ntp true  # on n1"
-    assert preflight.check_clocks(all_facts, {0: 0.0, 1: 0.3, 2: 0.0, 3: -0.3}).verdict == "ok"
+    assert checks.check_clocks(all_facts, {0: 0.0, 1: 0.3, 2: 0.0, 3: -0.3}).verdict == "ok"
 
 
 def test_little_shared_memory_is_told_with_the_flag_of_docker():
-    check = preflight.check_shared_memory([fact(0), fact(2, shared_memory=2**26)])
+    check = checks.check_shared_memory([fact(0), fact(2, shared_memory=2**26)])
     assert (check.verdict, check.found[:24]) == (
         "warn",
         "n1 has 64 MiB free in /d",
@@ -402,8 +397,8 @@ def test_little_shared_memory_is_told_with_the_flag_of_docker():
 
 def test_a_port_that_linux_hands_out_itself_is_told(monkeypatch):
     least = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
-    assert preflight.check_port([fact(0, variables={"MASTER_PORT": least})]).verdict == "warn"
-    assert preflight.check_port([fact(0, variables={"MASTER_PORT": "29500"})]).verdict == "ok"
+    assert checks.check_port([fact(0, variables={"MASTER_PORT": least})]).verdict == "warn"
+    assert checks.check_port([fact(0, variables={"MASTER_PORT": "29500"})]).verdict == "ok"
 
 
 @pytest.mark.parametrize(
@@ -422,19 +417,19 @@ def test_a_port_that_linux_hands_out_itself_is_told(monkeypatch):
 )
 def test_the_interface_of_nccl_is_found_in_its_own_order(monkeypatch, wanted, names, expected):
     monkeypatch.setattr(
-        preflight, "interfaces", lambda: {name: f"address of {name}" for name in names.split()}
+        facts, "interfaces", lambda: {name: f"address of {name}" for name in names.split()}
     )
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     if wanted:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", wanted)
-    assert preflight.own_address("nccl") == (
+    assert facts.own_address("nccl") == (
         expected or wanted,
         expected and f"address of {expected}",
     )
 
 
 def test_bus_bandwidth_is_what_the_ring_sends():
-    assert preflight.bandwidth(1e9, 1.0, 2) == 1e9 and preflight.bandwidth(1e9, 0.5, 4) == 3e9
+    assert all_reduce.bandwidth(1e9, 1.0, 2) == 1e9 and all_reduce.bandwidth(1e9, 0.5, 4) == 3e9
 
 
 def test_each_rank_of_a_ring_sends_what_the_bandwidth_counts():
@@ -454,24 +449,24 @@ def test_each_rank_of_a_ring_sends_what_the_bandwidth_counts():
                 there[chunk] = there[chunk] + value if turn < n - 1 else value
         assert values == [sums] * n, "an all_reduce"
         size, seconds = 6000 * n, 0.5
-        assert preflight.bandwidth(size, seconds, n) == pytest.approx(sent * 6000 / seconds)
+        assert all_reduce.bandwidth(size, seconds, n) == pytest.approx(sent * 6000 / seconds)
 
 
 def test_an_all_reduce_is_timed_per_call_and_by_its_bytes(monkeypatch):
     """A call takes 1 ms per MiB, and the first one a second more."""
     now, sizes = 0.0, []
 
-    def all_reduce(tensor, group=None, original=torch.distributed.all_reduce):
+    def take_time(tensor, group=None, original=torch.distributed.all_reduce):
         nonlocal now
         now += tensor.nbytes / 2**20 / 1000 + (0 if sizes else 1)
         sizes.append(tensor.nbytes)
         return original(tensor)
 
-    monkeypatch.setattr(preflight.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(preflight.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(preflight, "SIZES", (2**20, 2**23))
+    monkeypatch.setattr(all_reduce.dist, "all_reduce", take_time)
+    monkeypatch.setattr(all_reduce.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(all_reduce, "SIZES", (2**20, 2**23))
     pulse = SimpleNamespace(at=lambda stage: None)
-    times = preflight.measure(pulse, torch.distributed.HashStore(), 0, 1, torch.device("cpu"))
+    times = all_reduce.measure(pulse, torch.distributed.HashStore(), 0, 1, torch.device("cpu"))
     assert times == [(2**20, pytest.approx(0.001)), (2**23, pytest.approx(0.008))]
     assert sizes.count(2**20) == 1 + 1, "half a second in all, and the first call took longer"
     assert sizes.count(2**23) == 1 + 20, "20 at most"
@@ -483,20 +478,20 @@ def test_the_report_tells_ms_and_gb_per_second():
     ranks = [fact(rank) for rank in range(4)]
     with torch.device("meta"):
         gradients = sum(weight.nbytes for weight in torchvision.models.resnet50().parameters())
-    check = preflight.check_all_reduce(preflight.Outcome(times, None, {}, []), ranks)
+    check = checks.check_all_reduce(all_reduce.Outcome(times, None, {}, []), ranks)
     expected = (
         f"the gradients of ResNet-50 ({gradients / 1e6:.0f} MB) take {100 * gradients / 2**26:.1f} "
         "ms"
     )
     assert (check.verdict, check.found) == ("ok", expected)
-    shown = preflight.show(ranks, {0: 0.0, 1: -0.26}, [check], times)
+    shown = show.as_text(ranks, {0: 0.0, 1: -0.26}, [check], times)
     assert re.search(r"^4 KiB +0\.25 ms +0\.02 GB/s$", shown, re.M)  # 4096 bytes * 1.5 / 0.25 ms
     assert re.search(r"^64 MiB +100\.00 ms +1\.01 GB/s$", shown, re.M)
     assert (
         re.search(r"^1 +n0 .* -0\.3 s +2$", shown, re.M)
         and "preflight: 0 of 1 checks failed, 0 with" in shown
     )
-    speeds = json.loads(preflight.as_json(ranks, {}, [check], times))["all_reduce"]
+    speeds = json.loads(show.as_json(ranks, {}, [check], times))["all_reduce"]
     assert speeds[1] == {
         "bytes": 2**26,
         "seconds": 0.1,
@@ -506,8 +501,8 @@ def test_the_report_tells_ms_and_gb_per_second():
 
 def test_the_facts_of_a_rank_are_those_of_psutil(monkeypatch):
     usage = {"/dev/shm": SimpleNamespace(total=2**33, used=5 * 2**30, free=3 * 2**30)}
-    monkeypatch.setattr(preflight.shutil, "disk_usage", usage.get)
-    told = preflight.facts(0, 1, 0, 1, "python")
+    monkeypatch.setattr(facts.shutil, "disk_usage", usage.get)
+    told = facts.facts("python", ALONE)
     process = psutil.Process()
     assert told["cores"] == sorted(process.cpu_affinity()) and told["pid"] == process.pid
     assert told["threads"] == torch.get_num_threads()
@@ -517,5 +512,5 @@ def test_the_facts_of_a_rank_are_those_of_psutil(monkeypatch):
         for name, found in psutil.net_if_addrs().items()
     }
     assert told["interfaces"] == {name: address for name, address in addresses.items() if address}
-    check = preflight.check_shared_memory([fact(0), fact(1, shared_memory=int(1.5 * 2**30))])
+    check = checks.check_shared_memory([fact(0), fact(1, shared_memory=int(1.5 * 2**30))])
     assert (check.verdict, check.found) == ("ok", "1.5 GiB or more")

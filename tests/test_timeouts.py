@@ -3,7 +3,6 @@
 import os
 import runpy
 import signal
-import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -17,9 +16,7 @@ from ranks import Ranks
 
 from common import distributed
 from common.distributed import free_port, setup_distributed
-
-sys.path.append(str(ROOT / "launch"))
-import preflight
+from machine_checks import all_reduce, messages
 
 TIMEOUT = timedelta(seconds=33)  # the default of no function
 
@@ -73,10 +70,10 @@ def test_both_groups_of_06_have_the_timeout_of_its_flag(environment, monkeypatch
 
 
 def test_the_group_of_preflight_ends_after_three_silences(monkeypatch):
-    monkeypatch.setattr(preflight, "SILENCE", 11)
-    monkeypatch.setattr(preflight, "SIZES", (4096,))
+    monkeypatch.setattr(messages, "SILENCE", 11)
+    monkeypatch.setattr(all_reduce, "SIZES", (4096,))
     pulse = SimpleNamespace(at=lambda stage: None)
-    preflight.measure(pulse, dist.HashStore(), 0, 1, torch.device("cpu"))
+    all_reduce.measure(pulse, dist.HashStore(), 0, 1, torch.device("cpu"))
     assert timeout_of(dist.group.WORLD) == TIMEOUT
 
 

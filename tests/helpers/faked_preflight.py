@@ -13,6 +13,8 @@ import torch
 
 from common.distributed import find_launcher, original_environment
 from common.errors import one_line_errors
+from machine_checks import all_reduce
+from machine_checks import facts as facts_module
 
 
 def end(signal_number):
@@ -28,12 +30,12 @@ def same_gpu(facts):
 FAKES = {
     "gpu": lambda: setattr(preflight, "facts", same_gpu(preflight.facts)),
     "torch": lambda: setattr(torch, "__version__", "2.6.0+cu124"),
-    "code": lambda: setattr(preflight, "code_hash", lambda: "0badc0de"),
+    "code": lambda: setattr(facts_module, "code_hash", lambda: "0badc0de"),
     "clock": lambda: setattr(preflight, "clock", lambda: time.time() + 20),
     "killed": lambda: setattr(preflight, "facts", end(signal.SIGKILL)),
     "stopped": lambda: setattr(preflight, "facts", end(signal.SIGSTOP)),
-    "killed in all_reduce": lambda: setattr(preflight, "time_all_reduce", end(signal.SIGKILL)),
-    "stopped in all_reduce": lambda: setattr(preflight, "time_all_reduce", end(signal.SIGSTOP)),
+    "killed in all_reduce": lambda: setattr(all_reduce, "time_all_reduce", end(signal.SIGKILL)),
+    "stopped in all_reduce": lambda: setattr(all_reduce, "time_all_reduce", end(signal.SIGSTOP)),
 }
 
 if __name__ == "__main__":
