@@ -1,4 +1,6 @@
-"""06 on three hosts of which something fails, and its launch files without Slurm: the parts of tools/lab/drill.py."""
+"""06 on three hosts of which something fails, and its launch files without Slurm: the parts of
+tools/lab/drill.py.
+"""
 
 import math
 import os
@@ -13,6 +15,7 @@ from conftest import ROOT, need
 from processes import finished
 
 from tools.lab import drill, hosts
+from tools.lab import job as lab_job
 
 TEN_STEPS = [
     "--dummy",
@@ -34,14 +37,14 @@ EVERY = 30  # steps between checkpoints; each fault comes soon after one
 def training():
     """One training on three hosts, with the store on a fourth; each test leaves it running."""
     need(hosts.missing())
-    with drill.drilled(every=EVERY) as job:
+    with lab_job.new_job(every=EVERY) as job:
         yield job
 
 
 @pytest.fixture
 def job(training):
     """That training, on all three hosts, with a checkpoint to go back to."""
-    drill.ready(training)
+    training.start_all()
     return training
 
 
@@ -61,13 +64,13 @@ def test_a_torchrun_that_is_killed_leaves_no_process_behind_and_its_host_comes_b
 
 @pytest.mark.slow
 def test_a_link_that_is_gone_for_seconds_costs_no_step(job):
-    host, restarts = job.host_of(2), len(job.resumed)
+    host, restarts = job.host_of(2), len(job.transcript.resumed)
     job.hosts.cut(host)
-    before = job.position
+    before = job.transcript.position
     time.sleep(3)
-    assert job.position <= before + 1, "it trained on without a link"
+    assert job.transcript.position <= before + 1, "it trained on without a link"
     assert job.recover(lambda: job.hosts.mend(host), world=3, resumes=False).steps_lost == 0
-    assert len(job.resumed) == restarts
+    assert len(job.transcript.resumed) == restarts
 
 
 @pytest.mark.slow
@@ -85,9 +88,7 @@ def test_a_process_that_stands_still_is_replaced(job):
         os.kill(pid, signal.SIGSTOP)
         # torchrun asks it to end, and would kill it after 30 s, which the test need not wait for.
         asked = f"Sending process {pid} closing signal SIGTERM"
-        job.wait_for(
-            lambda: any(asked in line for _, _, line in job.lines), "the process to be asked to end"
-        )
+        job.wait_for(lambda: job.transcript.has(asked), "the process to be asked to end")
         os.kill(pid, signal.SIGCONT)
 
     assert job.recover(stand_still, world=3).steps_lost <= EVERY
@@ -97,43 +98,41 @@ def test_a_process_that_stands_still_is_replaced(job):
 @pytest.mark.parametrize("name", ["mend", "store", "damage"])  # "cut" is the first half of "mend"
 def test_a_drill_is_passed(job, name):
     # it fails by itself if the training does not do what its docstring says
-    drill.DRILLS[name](job)
+    drill.DRILLS[name].run(job)
 
 
 @pytest.mark.slow
 def test_processes_may_be_killed_one_after_the_other(job):
-    assert drill.drill_kills(job, 2).after == 3
+    assert drill.kills(job, 2).after == 3
 
 
 @pytest.mark.slow
 def test_a_stopped_training_is_saved_and_the_same_commands_go_on_to_the_end(job):
     assert job.stop() == [128 + signal.SIGTERM] * 3
-    stopped = job.position
-    assert any(
-        f"stopped by a signal after step {stopped}: saved" in line for _, _, line in job.lines
-    )
+    stopped = job.transcript.position
+    assert job.transcript.has(f"stopped by a signal after step {stopped}: saved")
     job.flags += ["--epochs", math.ceil((stopped + 1) / 50)]
     job.start(0, 1, 2)
-    assert [process.wait(drill.PATIENCE) for process in job.running.values()] == [0, 0, 0]
-    assert job.resumed[-1][1] == stopped and job.position % 50 == 0
+    assert [process.wait(lab_job.PATIENCE) for process in job.running.values()] == [0, 0, 0]
+    assert job.transcript.resumed[-1].number == stopped and job.transcript.position % 50 == 0
     job.check()
 
     job.start(0)
-    assert job.running[0].wait(drill.PATIENCE) == 1
-    assert job.lines[-1][2].startswith(
+    assert job.running[0].wait(lab_job.PATIENCE) == 1
+    assert job.transcript.lines[-1].text.startswith(
         "06_elastic.sh: job drill is closed: it has finished, or one machine has"
     )
 
 
 @pytest.mark.slow
 def test_a_second_store_is_told_that_the_port_is_taken(training):
-    command = ["python", "launch/store.py", "--port", drill.PORT]
-    code, out, err = finished(training.hosts.popen(drill.STORE, *command))
+    command = ["python", "launch/store.py", "--port", lab_job.PORT]
+    code, out, err = finished(training.hosts.popen(lab_job.STORE, *command))
     assert (code, out) == (1, "") and len(err.splitlines()) == 1
     assert err.startswith(
         "store.py: error: port 29400: Address already in use; stop the process that uses it"
     )
-    with pytest.raises(drill.DrillFailed, match=r"^store\.py: error: port 29400: Address"):
+    with pytest.raises(lab_job.DrillFailed, match=r"^store\.py: error: port 29400: Address"):
         training.start_store()  # at once, in the words of the store
 
 

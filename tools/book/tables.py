@@ -1,4 +1,6 @@
-"""Make the tables of the book from the records in results/. tools/book/book.py inserts them into the pages."""
+"""Make the tables of the book from the records in results/. tools/book/book.py inserts them into
+the pages.
+"""
 
 import importlib
 import itertools
@@ -61,7 +63,9 @@ def by_hardware(runs, render):
 
 
 def by_command(runs, render):
-    """Format one block per command: the command, the number of repeats, and render(runs of this command)."""
+    """Format one block per command: the command, the number of repeats, and render(runs of this
+    command).
+    """
     blocks = []
     for command, same in group(runs, "command").items():
         repeats = len({run["repeat"] for run in same})
@@ -127,7 +131,9 @@ def cifar10():
 
 
 def published_setting():
-    """Return the records of the accuracy experiment on all of CIFAR-10, with the published number of epochs."""
+    """Return the records of the accuracy experiment on all of CIFAR-10, with the published number
+    of epochs.
+    """
     runs = select(records("accuracy"), model="resnet18", limit=None, amp="none")
     runs = [run for run in runs if run["dataset"] == "cifar10" or run["data_dir"] == "data/cifar10"]
     complete = [run for run in group(runs, "started", "command").values() if run[-1]["epoch"] == 5]
@@ -186,13 +192,15 @@ def first_runs():
     def render(runs):
         rows = [
             (
-                f"`{without_outputs(run['command'])}`", f"{run['test_acc']:.2f} %", (
-                    f"{run['seconds']:.0f} s"
-                ),
-                f"{run['images_per_second']:.0f}", f"{100 * run['data_wait_share']:.1f} %", peak_memory([run]),
+                f"`{without_outputs(run['command'])}`",
+                f"{run['test_acc']:.2f} %",
+                f"{run['seconds']:.0f} s",
+                f"{run['images_per_second']:.0f}",
+                f"{100 * run['data_wait_share']:.1f} %",
+                peak_memory([run]),
             )
             for run in {run["started"]: run for run in runs}.values()
-        ]  # fmt: skip
+        ]
         return table(head, rows)
 
     return by_hardware(records("first_runs"), render)
@@ -247,7 +255,9 @@ def ddp():
 
 
 def launch():
-    """Make the table of the seconds from torchrun to the first training step of 03: tools/bench/ddp.py."""
+    """Make the table of the seconds from torchrun to the first training step of 03:
+    tools/bench/ddp.py.
+    """
 
     def render(runs):
         launches = group(runs, "world_size")
@@ -287,7 +297,7 @@ def imagenet():
 
 
 def train():
-    """Make the table of the cost of 06 compared with the bare training step: tools/bench/train.py."""
+    """Make the table of the cost of 06 beside the bare training step: tools/bench/train.py."""
     head = (
         "run",
         "images/s, median (range)",
@@ -320,7 +330,8 @@ def drill():
     def render(runs):
         rows = []
         for run in {run["drill"]: run for run in runs}.values():
-            what, world = DRILLS[run["drill"]].__doc__, f"{run['before']} -> {run['after']}"
+            what = DRILLS[run["drill"]].what
+            world = f"{run['before']} -> {run['after']}"
             rows.append(
                 (f"`{run['drill']}`", what, run["steps_lost"], f"{run['seconds']:.1f} s", world)
             )
@@ -347,20 +358,21 @@ def votes():
     def render(runs):
         rows = [
             (
-                run["ranks"], f"{1000 * run['vote_seconds']:.1f} ms", (
-                    f"{100 * run['cost_every_step']:.2f} %"
-                ),
-                run["every"], f"{100 * run['cost']:.2f} %",
+                run["ranks"],
+                f"{1000 * run['vote_seconds']:.1f} ms",
+                f"{100 * run['cost_every_step']:.2f} %",
+                run["every"],
+                f"{100 * run['cost']:.2f} %",
             )
             for run in runs
-        ]  # fmt: skip
+        ]
         return table(head, rows)
 
     return by_hardware(select(records("ranks"), what="votes"), render)
 
 
 def many_ranks():
-    """Make the table of the seconds and the memory of 06 by number of ranks: tools/bench/ranks.py."""
+    """Make the table of seconds and memory of 06 by number of ranks: tools/bench/ranks.py."""
     head = (
         "ranks",
         "first step after",
@@ -372,18 +384,21 @@ def many_ranks():
     def render(runs):
         rows = [
             (
-                run["ranks"], f"{run['start_seconds']:.1f} s", f"{run['memory_mib']:.0f} MiB",
-                f"{run['stop_seconds']:.1f} s", f"{run['resume_seconds']:.1f} s",
+                run["ranks"],
+                f"{run['start_seconds']:.1f} s",
+                f"{run['memory_mib']:.0f} MiB",
+                f"{run['stop_seconds']:.1f} s",
+                f"{run['resume_seconds']:.1f} s",
             )
             for run in runs
-        ]  # fmt: skip
+        ]
         return table(head, rows)
 
     return by_hardware(select(records("ranks"), what="06"), render)
 
 
 def recipes():
-    """Make the table of the recipes: what each sets, and the accuracy that its authors published."""
+    """Make the table of the recipes: what each sets, and the accuracy its authors published."""
     head = (
         "recipe",
         "model",

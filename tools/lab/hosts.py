@@ -135,7 +135,10 @@ class Hosts:
         return [int(pid) for pid in ip("netns", "pids", self.namespaces[host]).split()]
 
     def kill(self, host):
-        """Kill all processes of a host. Its network stays up and resets their connections, as after a crash."""
+        """Kill all processes of a host.
+
+        Its network stays up and resets their connections, as after a crash.
+        """
         deadline, killed = time.monotonic() + 10, set()
         # A process leaves the namespace when its first thread ends; another may still hold its
         # ports.
@@ -149,7 +152,9 @@ class Hosts:
             time.sleep(0.05)
 
     def cut(self, host):
-        """Take a host's link down at the switch: packets are lost without an error, as when a cable is pulled."""
+        """Take a host's link down at the switch: packets are lost without an error, as when a cable
+        is pulled.
+        """
         ip("-n", self.switch, "link", "set", self.names[host], "down")
 
     def mend(self, host):

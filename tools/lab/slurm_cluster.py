@@ -1,7 +1,9 @@
 """Run a real Slurm cluster of several nodes on this machine, to try and test launch files.
 
-    sudo .venv/bin/python tools/lab/slurm_cluster.py srun --nodes=2 hostname    run a command on the cluster
-    sudo .venv/bin/python tools/lab/slurm_cluster.py bash                       open a shell with srun and sbatch
+    # run a command on the cluster
+    sudo .venv/bin/python tools/lab/slurm_cluster.py srun --nodes=2 hostname
+    # open a shell with srun and sbatch
+    sudo .venv/bin/python tools/lab/slurm_cluster.py bash
 
 Each node is a slurmd with its own namespaces for the host name and the mounts. Its jobs see the
 node's name from `hostname` and all nodes in /etc/hosts, while the machine's own name and file do
@@ -132,7 +134,9 @@ def missing():
 
 
 def free_ports(count):
-    """Return the first of `count` consecutive free ports, below the range from which the kernel assigns ports."""
+    """Return the first of `count` consecutive free ports, below the range from which the kernel
+    assigns ports.
+    """
     for _ in range(100):
         first = random.randrange(10_000, 30_000)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -234,7 +238,9 @@ class SlurmCluster:
         }
 
     def _start_daemon(self, name, *command):
-        """Start a daemon in the foreground, as our child, in a new session that a terminal's Ctrl-C does not reach."""
+        """Start a daemon in the foreground, as our child, in a new session that a terminal's Ctrl-C
+        does not reach.
+        """
         with open(self.folder / "logs" / name, "w") as log:
             options = {
                 "cwd": self.folder,
@@ -321,7 +327,9 @@ class SlurmCluster:
         ]
 
     def tasks(self):
-        """Return the running processes that srun has started, and their children, as psutil.Process."""
+        """Return the running processes that srun has started, and their children, as
+        psutil.Process.
+        """
         processes = [(pid, env) for pid, _, env in self._processes() if self._is_ours(env)]
         return [psutil.Process(pid) for pid, env in processes if "SLURM_STEP_ID" in env]
 
@@ -354,7 +362,7 @@ class SlurmCluster:
         return int(submitted.stdout)
 
     def show(self, job):
-        """Return Slurm's information about a job, running or ended: {"JobState": "RUNNING", ...}."""
+        """Return Slurm's facts about a job, running or ended: {"JobState": "RUNNING", ...}."""
         shown = self.run("scontrol", "--oneliner", "show", "job", job)
         if shown.returncode != 0:
             raise RuntimeError(f"no job {job}: {shown.stderr.strip()}")
@@ -366,7 +374,9 @@ class SlurmCluster:
         return file.read_text() if file.exists() else ""
 
     def wait(self, job, timeout=120):
-        """Wait until a job ends; return its state and its exit code, for example -15 if signal 15 ended it."""
+        """Wait until a job ends; return its state and its exit code, for example -15 if signal 15
+        ended it.
+        """
         if not wait_until(lambda: self.show(job)["JobState"] in ENDED, timeout):
             shown = self.run("scontrol", "show", "job", job).stdout
             raise TimeoutError(
@@ -377,7 +387,10 @@ class SlurmCluster:
         return shown["JobState"], -by_signal if by_signal else code
 
     def restart(self, job, timeout=120):
-        """Start a requeued job now. By default, Slurm waits until the job's credentials have expired."""
+        """Start a requeued job now.
+
+        By default, Slurm waits until the job's credentials have expired.
+        """
         wait_until(lambda: self.show(job)["JobState"] in ["PENDING", *ENDED], timeout)
         if (state := self.show(job)["JobState"]) != "PENDING":
             raise RuntimeError(
@@ -392,7 +405,9 @@ class SlurmCluster:
         self.run("scancel", job)
 
     def clear(self, timeout=60):
-        """Cancel all jobs and wait until they have ended, so that the next test starts with an empty cluster."""
+        """Cancel all jobs and wait until they have ended, so that the next test starts with an
+        empty cluster.
+        """
 
         def empty():  # a job may still be in submission, so cancel repeatedly
             self.run("scancel", "--user=root", timeout=timeout)
