@@ -42,6 +42,12 @@ EXACT = (
     "--arch resnet18 --image-size 64 --batch-size 64 --deterministic --ema 0.9 --workers 0 "
     "--eval-every 0"
 )
+# What srun tells the only task of a step.
+ONE_TASK = (
+    "SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 "
+    "SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=1 "
+    "SLURM_STEP_NODELIST=localhost CUDA_VISIBLE_DEVICES=0"
+)
 BF16 = "--batch-size 256 --amp bf16 --channels-last --image-size 224 --repeats 3"
 
 
@@ -51,8 +57,7 @@ class Part(NamedTuple):
     name: str
     minutes: int  # that it takes, about
     what: str
-    # of strings; {tmp} is an empty folder, {train} and the like are files for records
-    commands: list
+    commands: list  # of str; {tmp} is an empty folder, {train} and the like are files for records
 
 
 def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
@@ -63,113 +68,118 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
         has_data: function from a folder, as data/cifar10, to whether it is there.
     """
     n = min(machine.devices, 8)
-    torchrun = f"torchrun --nproc-per-node={n}"
-    one_task = (
-        "SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 "
-        "SLURM_STEP_NUM_TASKS=1"
-    )
-    one_task += " SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NODELIST=localhost"
-    one_task += " CUDA_VISIBLE_DEVICES=0"
-    quick = "--limit 16000 --epochs 2"
-    parts = [
-        Part("tests", 4, "the tests that need a GPU", [
-            "python -m pytest -q -m gpu", "python -m pytest -q tests/test_gpus.py",
-        ]),
-        Part("sync", 2, (
-            "which lines of 06 wait for the GPU, plain, with averaged weights, with fp16"
-        ), [
-            (
-                f"python tools/lab/sync_warnings.py {DUMMY} --epochs 1 --checkpoints-path "
-                f"{{tmp}}/{k} {flags}"
-            )
-            for k, flags in enumerate(("", "--ema 0.9", "--amp fp16"))
-        ]),
-        Part("resume", 4, "a killed run that is resumed has the bits of one that was not killed", [
-            (
-                f"python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2 --checkpoints-path "
-                f"{{tmp}}/whole"
-            ),
-            f"! timeout -s KILL 20 python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2 "
-            "--checkpoint-every 5 "
-            "--checkpoints-path {tmp}/killed",
-            (
-                f"python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2 --resume "
-                f"--checkpoints-path {{tmp}}/killed"
-            ),
-            "python tools/lab/same_bits.py {tmp}/whole {tmp}/killed",
-        ]),
-        Part("fp16", 1, "a run without mixed precision that continues as fp16", [
-            f"python {DUMMY} --epochs 1 --checkpoints-path {{tmp}}",
-            f"python {DUMMY} --epochs 2 --checkpoints-path {{tmp}} --resume --amp fp16",
-        ]),
-        Part("resnet50", 4, "06 beside the bare training step: ResNet-50", [
-            (
-                f"python tools/bench/train.py --arch resnet50 --steps 150 {BF16} --data-dir none "
-                f"--log-file {{train}}"
-            ),
-        ]),
-        Part("peer", 3, "a plain training loop, for images per second beside those of 06", [
-            (
-                "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 "
-                "--log-file {peer}"
-            ),
-            (
-                "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150 --amp "
-                "bf16 --log-file {peer}"
-            ),
-        ]),
-        Part("resnet18", 3, "06 beside the bare training step: ResNet-18", [
-            (
-                f"python tools/bench/train.py --arch resnet18 --steps 400 {BF16} --data-dir none "
-                f"--log-file {{train}}"
-            ),
-        ]),
-        Part("compile", 5, "the same with --compile: ResNet-50", [
-            f"python tools/bench/train.py --arch resnet50 --steps 150 {BF16} --compile --data-dir "
-            "none "
-            "--log-file {train}",
-        ]),
-        Part("rungs", 4, "01 to 05, with as many processes as GPUs", [
-            f"python 01_snsc.py {quick}", f"python 02_snmc_dp.py {quick}",
-            f"{torchrun} 03_mnmc_ddp_launch.py {quick} --sync-bn",
-            f"python 04_mnmc_ddp_mp.py {quick}", (
-                f"env {one_task} python 05_mnmc_ddp_slurm.py {quick}"
-            ),
-        ]),
-        Part("preflight", 1, "preflight on this machine", [f"{torchrun} launch/preflight.py"]),
-        Part("speed", 8, "images per second of 01 to 05", [
-            (
-                "python tools/experiments.py speed --repeats 2 --processes "
-                f"{' '.join(map(str, sorted({1, n})))}"
-            ),
-        ]),
-    ]  # fmt: skip
-    if has_data("data/cifar10"):
-        command = (
-            "python tools/bench/input.py --dataset folder --data-dir data/cifar10 --limit 50000 "
-            "--epochs 10 "
-        )
-        command += "--repeats 3 --log-file {input}"
-        parts.insert(
-            5, Part("input", 6, "the input of 01 beside a classic loop and its limit", [command])
-        )
-    if has_data("data/imagenet-mini"):
-        command = (
-            "python tools/bench/train.py --arch resnet18 --batch-size 128 --amp bf16 "
-            "--channels-last --image-size 224"
-        )
-        command += (
-            f" --workers {max(1, (os.cpu_count() or 1) // n - 2)} --data-dir data/imagenet-mini "
-            f"--log-file {{train}}"
-        )
-        parts.insert(
-            7, Part("loaders", 4, "06 on photographs beside the bare training step", [command])
-        )
+    parts = [tests(), sync(), resume(), fp16()]
     if n > 1:
-        parts.insert(4, Part("ddp", 5, "what DistributedDataParallel costs", [
-            f"python tools/bench/ddp.py --batch-size 256 --launches {n} --log-file {{ddp}}"
-        ]))  # fmt: skip
+        parts.append(ddp(n))
+    parts.append(beside_bare_step("resnet50", 150, minutes=4))
+    if has_data("data/cifar10"):
+        parts.append(input_of_01())
+    parts.append(peer())
+    if has_data("data/imagenet-mini"):
+        parts.append(loaders(n))
+    parts.append(beside_bare_step("resnet18", 400, minutes=3))
+    parts.append(compiled())
+    parts += [rungs(n), preflight(n), speed(n)]
     return parts
+
+
+def tests():
+    commands = ["python -m pytest -q -m gpu", "python -m pytest -q tests/test_gpus.py"]
+    return Part("tests", 4, "the tests that need a GPU", commands)
+
+
+def sync():
+    script = "python tools/lab/sync_warnings.py"
+    commands = [
+        f"{script} {DUMMY} --epochs 1 --checkpoints-path {{tmp}}/{k} {flags}"
+        for k, flags in enumerate(("", "--ema 0.9", "--amp fp16"))
+    ]
+    what = "which lines of 06 wait for the GPU, plain, with averaged weights, with fp16"
+    return Part("sync", 2, what, commands)
+
+
+def resume():
+    run = f"python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2"
+    killed = "--checkpoints-path {tmp}/killed"
+    commands = [
+        f"{run} --checkpoints-path {{tmp}}/whole",
+        f"! timeout -s KILL 20 {run} --checkpoint-every 5 {killed}",
+        f"{run} --resume {killed}",
+        "python tools/lab/same_bits.py {tmp}/whole {tmp}/killed",
+    ]
+    what = "a killed run that is resumed has the bits of one that was not killed"
+    return Part("resume", 4, what, commands)
+
+
+def fp16():
+    commands = [
+        f"python {DUMMY} --epochs 1 --checkpoints-path {{tmp}}",
+        f"python {DUMMY} --epochs 2 --checkpoints-path {{tmp}} --resume --amp fp16",
+    ]
+    return Part("fp16", 1, "a run without mixed precision that continues as fp16", commands)
+
+
+def ddp(n):
+    command = f"python tools/bench/ddp.py --batch-size 256 --launches {n} --log-file {{ddp}}"
+    return Part("ddp", 5, "what DistributedDataParallel costs", [command])
+
+
+def beside_bare_step(arch, steps, minutes):
+    command = f"python tools/bench/train.py --arch {arch} --steps {steps} {BF16} --data-dir none"
+    title = arch.replace("resnet", "ResNet-")
+    what = f"06 beside the bare training step: {title}"
+    return Part(arch, minutes, what, [f"{command} --log-file {{train}}"])
+
+
+def compiled():
+    command = f"python tools/bench/train.py --arch resnet50 --steps 150 {BF16} --compile"
+    command += " --data-dir none --log-file {train}"
+    return Part("compile", 5, "the same with --compile: ResNet-50", [command])
+
+
+def input_of_01():
+    command = "python tools/bench/input.py --dataset folder --data-dir data/cifar10 --limit 50000"
+    command += " --epochs 10 --repeats 3 --log-file {input}"
+    return Part("input", 6, "the input of 01 beside a classic loop and its limit", [command])
+
+
+def peer():
+    command = "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150"
+    commands = [f"{command} {flags}--log-file {{peer}}" for flags in ("", "--amp bf16 ")]
+    return Part(
+        "peer", 3, "a plain training loop, for images per second beside those of 06", commands
+    )
+
+
+def loaders(n):
+    workers = max(1, (os.cpu_count() or 1) // n - 2)
+    command = "python tools/bench/train.py --arch resnet18 --batch-size 128 --amp bf16"
+    command += f" --channels-last --image-size 224 --workers {workers}"
+    command += " --data-dir data/imagenet-mini --log-file {train}"
+    return Part("loaders", 4, "06 on photographs beside the bare training step", [command])
+
+
+def rungs(n):
+    quick = "--limit 16000 --epochs 2"
+    commands = [
+        f"python 01_snsc.py {quick}",
+        f"python 02_snmc_dp.py {quick}",
+        f"torchrun --nproc-per-node={n} 03_mnmc_ddp_launch.py {quick} --sync-bn",
+        f"python 04_mnmc_ddp_mp.py {quick}",
+        f"env {ONE_TASK} python 05_mnmc_ddp_slurm.py {quick}",
+    ]
+    return Part("rungs", 4, "01 to 05, with as many processes as GPUs", commands)
+
+
+def preflight(n):
+    command = f"torchrun --nproc-per-node={n} launch/preflight.py"
+    return Part("preflight", 1, "preflight on this machine", [command])
+
+
+def speed(n):
+    processes = " ".join(str(count) for count in sorted({1, n}))
+    command = f"python tools/experiments.py speed --repeats 2 --processes {processes}"
+    return Part("speed", 8, "images per second of 01 to 05", [command])
 
 
 def run(part, machine):
@@ -178,7 +188,8 @@ def run(part, machine):
         name: ROOT / f"results/{name}/{machine.name}.jsonl"
         for name in ("train", "input", "ddp", "peer")
     }
-    start, ended = time.time(), []
+    start = time.time()
+    ended = []
     with tempfile.TemporaryDirectory() as folder:
         # those of this Python
         for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run ")):
@@ -201,7 +212,9 @@ def run(part, machine):
 
 
 def execute(command, seconds, folder):
-    """Run a command of bash, with the programs in a folder first. Return (exit code, its last lines of output).
+    """Run a command of bash, with the programs in a folder first.
+
+    Return (exit code, its last lines of output).
 
     After so many seconds it is killed, with all processes that it started, and the code is 124.
     """

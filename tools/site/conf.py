@@ -1,4 +1,6 @@
-"""Sphinx settings of the site: make site builds it twice, in English into site/ and in Chinese into site/zh/.
+"""Sphinx settings of the site.
+
+make site builds it twice, in English into site/ and in Chinese into site/zh/.
 
 The sources are the pages and notebooks as they stand in the repository. This file adds what
 Markdown does not say: the order of the pages, pages that show linked code, a search for Chinese
@@ -18,7 +20,8 @@ from sphinx.transforms import SphinxTransform
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.osutil import relative_uri
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.book.chinese import chinese_page, translate_notebook
@@ -87,7 +90,9 @@ include_patterns = [f"{docname(page)}{page.suffix}" for page in PAGES]
 
 
 def add_contents(app, name, source):
-    """Give the first page the table of contents, and the notebooks of the Chinese site Chinese words and charts."""
+    """Give the first page the table of contents, and the notebooks of the Chinese site Chinese
+    words and charts.
+    """
     if name == root_doc:
         for captions, pages in GROUPS.items():
             names = "\n".join(
@@ -120,7 +125,9 @@ def language_switch(app, name, template, context, doctree):
 
 
 class LinkFiles(SphinxPostTransform):
-    """Let a link to a file or a folder lead to a page that shows it, and a link to a page of the other site there."""
+    """Let a link to a file or a folder lead to a page that shows it, and a link to a page of the
+    other site there.
+    """
 
     default_priority = 5  # before Sphinx copies linked files and resolves links
 
@@ -153,7 +160,9 @@ def files(folder):
 
 
 def show_files(app):
-    """Yield a page for each linked file, and one that leads from the site's address to its first page."""
+    """Yield a page for each linked file, and one that leads from the site's address to its first
+    page.
+    """
     yield "index", {"first": f"{root_doc}.html"}, "index.html"
     for path in sorted(app.shown_files):
         name = str(path.relative_to(ROOT))
@@ -201,28 +210,9 @@ class Chinese(SearchChinese):
     index has.
     """
 
-    language_name = (
-        # of the stemmer that the browser runs; Sphinx 9 looks for one named Chinese, and has none
-        "English"
-    )
-    js_splitter_code = r"""
-    var splitQuery = (query) => {
-      const has = (word) => [Search._index.terms, Search._index.titleterms].some((words) => Object.hasOwn(words, word));
-      const longest = (text) => {
-        for (let end = text.length; end > 1; end--) if (has(text.slice(0, end))) return text.slice(0, end);
-        return "";
-      };
-      const words = [];
-      for (const [part] of query.matchAll(/[\u4e00-\u9fff]+|[^\u4e00-\u9fff\P{L}]+[\p{N}_]*|[\p{N}_]+/gu)) {
-        if (!/[\u4e00-\u9fff]/.test(part)) words.push(part);
-        else for (let rest = part; rest; ) {
-          const word = longest(rest);
-          if (word) words.push(word);
-          rest = rest.slice(word.length || 1);
-        }
-      }
-      return words;
-    };"""
+    # Of the stemmer that the browser runs; Sphinx 9 looks for one named Chinese, and has none.
+    language_name = "English"
+    js_splitter_code = (HERE / "split_query.js").read_text()
 
 
 # The API page
