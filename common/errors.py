@@ -51,7 +51,10 @@ def one_line_errors():
 
 
 def explain(error):
-    """Return (message, exit code) of an error. The message is None if the error needs its traceback."""
+    """Return (message, exit code) of an error.
+
+    The message is None if the error needs its traceback.
+    """
     if getattr(error, "one_line", False):
         # The message of an error in a loader worker is a whole traceback, whose last line is the
         # error.
@@ -71,7 +74,7 @@ def explain(error):
 
 
 def lost_peer(error):
-    """Return a message if the error means that another rank exited or cannot be reached, else None."""
+    """Return a message if an error means that another rank exited or is out of reach, else None."""
     text = one_line(error)
     from_gloo = isinstance(error, RuntimeError) and ("/gloo/" in text or "pair closure" in text)
     # torch has two implementations, with other classes

@@ -8,7 +8,7 @@ import sys
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with exit code 2, and whose --help shows the defaults.
+    """An argument parser whose errors are one line, and whose --help shows the defaults.
 
     Args:
         doc: the docstring of the script, printed by --help.
@@ -21,11 +21,9 @@ class Parser(argparse.ArgumentParser):
             """Keep the lines of the docstring; show the defaults of flags that have one."""
 
             def _get_help_string(self, action):
-                has_default = action.default is not False and str(action.default) not in (
-                    "None",
-                    "",
-                )
-                return super()._get_help_string(action) if has_default else action.help
+                if action.default is None or action.default is False or action.default == "":
+                    return action.help
+                return super()._get_help_string(action)
 
         super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
 
@@ -36,21 +34,22 @@ class Parser(argparse.ArgumentParser):
 def parse_args(doc):
     """Parse the flags of 01 and 02. --help prints `doc`, the docstring of the script."""
     parser = shared_flags(doc)
-    args, copies = parser.parse_args(), launched_copies()
-    # the innermost launcher first
+    args = parser.parse_args()
+    copies = launched_copies()
+    # The innermost launcher comes first.
     ranks = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     rank = next((os.environ[name] for name in ranks if name in os.environ), "0")
     name = max(copies, key=copies.get, default=None)
     if name and copies[name] > 1 and rank == "0":
         warn(
-            f"{parser.prog}: {name}={copies[name]}: each copy trains alone; 03_mnmc_ddp_launch.py "
-            "shares the work"
+            f"{parser.prog}: {name}={copies[name]}: each copy trains alone; "
+            "03_mnmc_ddp_launch.py shares the work"
         )
     return args
 
 
 def launched_copies():
-    """Return how many copies of this script a launcher has started, as {environment variable: number}."""
+    """Return {environment variable: copies of this script that a launcher has started}."""
     names = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     return {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}
 
@@ -63,10 +62,9 @@ def shared_flags(doc):
     """Return a parser of the flags that 01 to 05 share."""
     parser = Parser(doc)
     add = parser.add_argument
-    datasets = ("shapes", "cifar10", "mnist", "folder")
     add(
         "--dataset",
-        choices=datasets,
+        choices=("shapes", "cifar10", "mnist", "folder"),
         default="shapes",
         help="shapes needs no files; folder is for your own images",
     )
@@ -115,11 +113,10 @@ def shared_flags(doc):
         metavar="N",
         help="epochs in which the learning rate rises",
     )
-    workers = min(4, os.cpu_count() or 1)
     add(
         "--workers",
         type=whole_number(0),
-        default=workers,
+        default=min(4, os.cpu_count() or 1),
         metavar="N",
         help="loader processes, for photographs only",
     )
@@ -171,9 +168,13 @@ def whole_number(least, most=math.inf):
 def number(above=None, below=math.inf):
     """Return the type of a flag: a number above `above`, or of 0 or more; and below `below`."""
     limits = f"above {above:g}" if above is not None else "of 0 or more"
-    limits += f" and below {below:g}" if below < math.inf else ""
-    return _checked(float, lambda value: (value >= 0 if above is None else value > above) and value < below,
-                    f"a number {limits}")  # fmt: skip
+    if below < math.inf:
+        limits += f" and below {below:g}"
+
+    def is_valid(value):
+        return (value >= 0 if above is None else value > above) and value < below
+
+    return _checked(float, is_valid, f"a number {limits}")
 
 
 def _checked(kind, is_valid, expected):
@@ -187,7 +188,10 @@ def _checked(kind, is_valid, expected):
 
 
 def output_file(path):
-    """The type of a flag that names a file to write. It is tried now, not after hours of training."""
+    """The type of a flag that names a file to write.
+
+    It is tried now, not after hours of training.
+    """
     is_new = not os.path.exists(path)
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -19,25 +19,25 @@ def build_model(args, dataset):
     Raises:
         UserError: there is no such model, or it cannot take such images.
     """
-    channels, size, num_classes = dataset.channels, dataset.image_size, dataset.num_classes
+    channels = dataset.channels
+    size = dataset.image_size
+    num_classes = dataset.num_classes
     if args.arch == "mnist_net":
         model = MnistNet(channels, size, num_classes)
     elif args.arch == "small_net":
         model = SmallNet(channels, num_classes)
     elif args.arch in torchvision.models.list_models(module=torchvision.models):
-        # Two old models have a second output for training unless told otherwise.
-        extra = (
-            {"aux_logits": False, "init_weights": True}
-            if args.arch in ("googlenet", "inception_v3")
-            else {}
-        )
-        model = torchvision.models.get_model(args.arch, num_classes=num_classes, **extra)
+        options = {"num_classes": num_classes}
+        if args.arch in ("googlenet", "inception_v3"):
+            # These old models have a second output for training unless told otherwise.
+            options |= {"aux_logits": False, "init_weights": True}
+        model = torchvision.models.get_model(args.arch, **options)
         if channels != 3:
             _replace_stem(model, channels)
     else:
         raise UserError(
-            f"--arch {args.arch}: no such model in torchvision; try resnet18, mnist_net or "
-            "small_net"
+            f"--arch {args.arch}: no such model in torchvision; "
+            "try resnet18, mnist_net or small_net"
         )
     try:
         with torch.no_grad():
@@ -58,21 +58,30 @@ class MnistNet(nn.Module):
 
     def __init__(self, channels=1, image_size=(28, 28), num_classes=10):
         super().__init__()
-        # the convolutions take 4 pixels, the pool halves
+        # The convolutions take 4 pixels, the pool halves.
         height, width = ((side - 4) // 2 for side in image_size)
         self.features = nn.Sequential(
-            nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)
-        )  # fmt: skip
+            nn.Conv2d(channels, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Dropout(0.25),
+        )
         self.classifier = nn.Sequential(
-            nn.Flatten(), nn.Linear(64 * height * width, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, num_classes)
-        )  # fmt: skip
+            nn.Flatten(),
+            nn.Linear(64 * height * width, 128),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(128, num_classes),
+        )
 
     def forward(self, images):
         return self.classifier(self.features(images))
 
 
 class SmallNet(nn.Sequential):
-    """Five convolutions with batch norm, 0.25 million weights: fast enough on a CPU for many experiments.
+    """Five convolutions with batch norm, 0.25 million weights: fast enough on a CPU.
 
     Each convolution halves the image, so a 32x32 image ends as one value per channel. The last
     batch norm then sees one value per image, so a small batch hurts it first, as in large models.
@@ -81,7 +90,8 @@ class SmallNet(nn.Sequential):
     """
 
     def __init__(self, channels=3, num_classes=10):
-        layers, widths = [], (channels, 16, 32, 64, 128, 128)
+        widths = (channels, 16, 32, 64, 128, 128)
+        layers = []
         for before, after in itertools.pairwise(widths):
             layers += [
                 nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
@@ -97,7 +107,7 @@ class SmallNet(nn.Sequential):
 
 
 def _replace_stem(model, channels):
-    """Replace the first convolution of a torchvision model, which takes 3 channels, by one that takes `channels`."""
+    """Replace the first convolution of a torchvision model by one that takes `channels`, not 3."""
     name, stem = next((name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d))
     bias = stem.bias is not None
     new = nn.Conv2d(

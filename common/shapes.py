@@ -116,14 +116,14 @@ def _inside(label, u, v):
 
 
 def _mix(x):
-    """Scramble 64-bit counters into random bits: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014)."""
+    """Scramble 64-bit counters into random bits: SplitMix64's finaliser (Steele et al., 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _noise_windows(size=2**20):
-    """Every window of one long strip of noise: a window is copied far faster than its noise is drawn."""
+    """Every window of one long strip of noise: copying is far faster than drawing."""
     counters = GOLDEN * np.arange(1, size // 8 + 1, dtype=np.uint64)
     strip = _mix(counters).astype("<u8").view(np.uint8).astype(np.uint16) * NOISE >> 8
     return np.lib.stride_tricks.sliding_window_view(strip.astype(np.uint8), 3 * SIZE * SIZE)

@@ -8,7 +8,7 @@ from common.errors import UserError
 
 
 def convert_sync_batchnorm(model):
-    """Return the model with synchronized batch norm: PyTorch's own on GPUs, SyncBatchNorm elsewhere.
+    """Return the model with synchronized batch norm: PyTorch's on GPUs, ours elsewhere.
 
     Raises:
         UserError: the model has a batch norm of another library, which may do more, as timm's
@@ -30,7 +30,7 @@ def convert_sync_batchnorm(model):
 
 
 class SyncBatchNorm(nn.BatchNorm2d):
-    """Batch norm that computes mean and variance over the images of all ranks, as if they were one batch.
+    """Batch norm over the images of all ranks, as if they were one batch.
 
     Ranks may hold different numbers of images. Mean and variance depend on the images of every
     rank, so gradients flow through them to every rank: SumOverRanks has a backward of its own.
@@ -41,7 +41,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
 
     @classmethod
     def like(cls, norm):
-        """Return a SyncBatchNorm with the settings of an ordinary batch norm, its weights and its running statistics.
+        """Return a SyncBatchNorm with the settings, weights and statistics of an ordinary one.
 
         The tensors are the same objects, so frozen weights stay frozen.
         """

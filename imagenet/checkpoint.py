@@ -38,11 +38,14 @@ class SaveTimer:
         self.last_save = time.monotonic()
 
     def planned(self, step):
-        """Return whether every rank saves after this step (from 1). They all know, without a vote."""
+        """Return whether every rank saves after this step (from 1).
+
+        They all know, without a vote.
+        """
         return not self.interval.is_time and step % self.interval.number == 0
 
     def overdue(self):
-        """Return whether the seconds are over on this rank's clock, and begin to count again if so."""
+        """Return whether the seconds are over on this rank's clock. If so, count them again."""
         now = time.monotonic()
         if not self.interval.is_time or now - self.last_save < self.interval.number:
             return False

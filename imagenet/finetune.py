@@ -1,4 +1,4 @@
-"""Fine-tuning: start from trained weights, with a new head for other classes, and freeze parts of the model."""
+"""Fine-tuning: trained weights to start from, a new head for other classes, and frozen parts."""
 
 import re
 
@@ -40,7 +40,9 @@ def start_from(model, args, num_classes, d, group, timeout):
 
 
 def download(source, arch):
-    """Return the state_dict of torchvision:NAME for a model. A file that was downloaded before is used again.
+    """Return the state_dict of torchvision:NAME for a model.
+
+    A file that was downloaded before is used again.
 
     Raises:
         UserError: torchvision has no such weights, or there is no network.
@@ -77,7 +79,7 @@ def head_of(model, num_classes):
 
 
 def replace_head(model, weights, num_classes):
-    """Return weights with the untrained head of the model instead of their own, and a message that says what changed.
+    """Give weights the untrained head of a model. Return them and a message that says what changed.
 
     Weights that the model does not have, such as those of a second output for training, are left
     out.
@@ -135,7 +137,10 @@ def train_mode(model, names):
 
 
 def begins_with(name, prefixes):
-    """Return whether a name begins with one of the prefixes: layer and layer1 for layer1.0.bn1, but 1 not for 17."""
+    """Return whether a name begins with one of the prefixes.
+
+    layer1.0.bn1 begins with layer and with layer1, but 17 does not begin with 1.
+    """
     patterns = (
         re.escape(prefix) + (r"(?!\d)" if prefix[-1].isdigit() else "") for prefix in prefixes
     )

@@ -306,7 +306,7 @@ def check_machine_flags(parser, args):
 
 
 def can_compile():
-    """Return whether torch.compile finds what it calls: a compiler (C++ on a CPU, C on a GPU) and Python.h."""
+    """Return whether torch.compile finds Python.h and a compiler: C++ on a CPU, C on a GPU."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if torch.cuda.is_available():
         compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), "gcc")

@@ -152,7 +152,7 @@ class DamagedImages:
 
 
 def _ignore_signals(worker):
-    """Leave signals to the main process, which needs batches from its workers until it has saved."""
+    """Leave signals to the main process, which needs its workers until it has saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals.ignore()
     # If the main process is killed, a worker with a batch to deliver would wait for ever.

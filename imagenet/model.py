@@ -1,4 +1,4 @@
-"""What 06 adds to common.models: timm's models, channels_last, averaged weights, groups of parameters."""
+"""What 06 adds to common.models: timm's models, averaged weights, groups of parameters."""
 
 import copy
 import itertools
@@ -37,7 +37,7 @@ def _build_timm(args, dataset):
 
 
 class AveragedModel:
-    """The exponential moving average of a model's weights and buffers, in `module`, a copy of the model.
+    """The exponential moving average of a model: `module` is a copy that holds the averages.
 
     The result is that of torch.optim.swa_utils.AveragedModel(model,
     multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True), bit for bit. That class waits for
@@ -70,7 +70,7 @@ class AveragedModel:
 
 
 def parameter_groups(model, weight_decay):
-    """Return the weights, which decay, and the norms and biases, which weight decay does not help."""
+    """Return two groups: weights, which decay; norms and biases, which it would not help."""
     trained = [p for p in model.parameters() if p.requires_grad]  # not those of --freeze
     weights = [p for p in trained if p.ndim > 1]
     norms_and_biases = [p for p in trained if p.ndim <= 1]

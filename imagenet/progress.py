@@ -107,7 +107,7 @@ class Progress:
         return options
 
     def timed(self, loader, epoch, first_step, totals):
-        """Return an iterator over a training epoch that measures how long the device waits for data.
+        """Return an iterator over a training epoch that measures the wait for data.
 
         Args:
             first_step: int, above 0 if an earlier process trained the steps before it.

@@ -1,4 +1,4 @@
-"""What must be the same when a training continues, what may change, and what the user is told about it."""
+"""What must be the same when a training continues, what may change, and what the user is told."""
 
 import math
 
@@ -94,7 +94,7 @@ def micro_batches(args, world_size, state):
 
 
 def check_batches(args, d, model, sampler):
-    """Refuse a batch that is too small to be cut into pieces, and name what is given and has no effect here."""
+    """Refuse a batch too small to be cut into pieces, and name flags without effect here."""
     fewest, most = sampler.piece_sizes()
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     synchronized = args.sync_bn and d.world_size > 1

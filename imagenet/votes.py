@@ -57,7 +57,10 @@ class Votes:
         self.work = dist.all_reduce(self.ballot, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def count(self):
-        """Return (stop, save): whether any rank wishes it. Both are False in a step without a vote."""
+        """Return (stop, save): whether any rank wishes it.
+
+        Both are False in a step without a vote.
+        """
         if self.work is None:
             return False, False
         self.work.wait()

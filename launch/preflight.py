@@ -1,4 +1,4 @@
-"""Check machines, network and launch before the real job. Start it exactly as you will start that job:
+"""Check machines, network and launch before the real job. Start it as you will start that job:
 
     torchrun --nproc-per-node=2 launch/preflight.py
     srun --nodes=2 --ntasks-per-node=2 python launch/preflight.py

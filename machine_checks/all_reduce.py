@@ -48,7 +48,7 @@ def measure(pulse, store, rank, world_size, device):
 
 
 def time_all_reduce(tensor, repeats):
-    """Return the seconds of one of `repeats` all_reduce calls, until all are done on this device."""
+    """Return the seconds per all_reduce, of `repeats` that are all done on this device."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     start = time.perf_counter()

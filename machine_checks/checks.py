@@ -32,7 +32,8 @@ def check_ranks(all_facts, world_size):
         return Check(
             "ranks",
             "FAIL",
-            f"{span(missing)} of {world_size} did not answer within {messages.SILENCE} s ({listed})",
+            f"{span(missing)} of {world_size} did not answer "
+            f"within {messages.SILENCE} s ({listed})",
             "on the machine that is not listed, check the command, MASTER_ADDR and MASTER_PORT",
         )
     for rank, claims in present.items():

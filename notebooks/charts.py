@@ -1,4 +1,4 @@
-"""Functions shared by the notebooks: load and check records, draw charts in one style, save figures.
+"""What the notebooks share: load and check records, draw charts in one style, save figures.
 
 The colours are from Okabe and Ito, for readers with colour blindness. Every series also has its own
 marker.
@@ -24,8 +24,14 @@ MACHINE = os.environ.get("MACHINE", OURS)
 FIGURES = Path(os.environ.get("FIGURES", ROOT / "docs/figures"))
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#666666",
-)  # fmt: skip
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#666666",
+)
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 PUBLISHED = {
     "color": GREY,
@@ -36,13 +42,20 @@ PUBLISHED = {
     "zorder": 1,
 }
 
-plt.rcParams.update({
-    "figure.dpi": 110, "savefig.dpi": 160, "font.size": 9, "axes.titlesize": 9.5, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False, (
-        "lines.markersize"
-    ): 5,
-    "legend.fontsize": 8, "figure.constrained_layout.use": True,
-})  # fmt: skip
+plt.rcParams |= {
+    "figure.dpi": 110,
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 160,
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.markersize": 5,
+}
 
 
 def load(name, columns, alike=(), only=None):
@@ -93,7 +106,7 @@ def last_epochs(name, lines):
 
 
 def steady(lines):
-    """Return one record per run: its last, with the mean speed of all epochs but the first, if there are several."""
+    """Return the last record of each run, with the mean speed of all epochs but the first."""
     last = []
     for epochs in group(lines, "started", "command").values():
         speed = mean(r["images_per_second"] for r in epochs[1:] or epochs)
@@ -102,7 +115,9 @@ def steady(lines):
 
 
 def need(data, label):
-    """Return the data of a series. Without this check, a figure without the series would look correct.
+    """Return the data of a series.
+
+    Without this check, a figure without the series would look correct.
 
     Raises:
         RecordError: there is no data.
@@ -153,7 +168,7 @@ def processes_axis(ax, counts, label="processes"):
 
 
 def save(fig, name):
-    """Write a figure to docs/figures/NAME.png, or to NAME-MACHINE.png if MACHINE is not the machine of the docs.
+    """Write a figure to docs/figures/NAME.png, for another MACHINE to NAME-MACHINE.png.
 
     Raises:
         RecordError: one of its axes has no data or no label.
@@ -180,7 +195,10 @@ def save(fig, name):
 
 
 def fingerprint(name):
-    """Return a hash of the sources of a figure. A figure with a different hash, here or in a notebook, is stale."""
+    """Return a hash of the sources of a figure.
+
+    A figure with a different hash, here or in a notebook, is stale.
+    """
     import hashlib
     import json
 

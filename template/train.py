@@ -1,4 +1,4 @@
-"""A training to start from. Replace the model and the data; the rest works with any number of processes.
+"""A training to start from. Replace model and data; the rest works on any number of processes.
 
 Copy this file and distributed.py into a folder of your own, and start it in one of these ways:
 
@@ -30,7 +30,7 @@ def build_model():
 
 
 def build_datasets():
-    """REPLACE these data sets by yours: training, validation and test, as torch.utils.data.Dataset."""
+    """REPLACE these data sets by yours: training, validation, test (torch.utils.data.Dataset)."""
     inputs = torch.randn(12000, 20, generator=torch.Generator().manual_seed(0))
     targets = inputs[:, :5].argmax(dim=1)  # which of the first five numbers is the largest
     data = TensorDataset(inputs, targets)
@@ -171,7 +171,10 @@ def main(args):
 
 
 def run_epoch(model, loader, d, bf16, optimizer=None):
-    """Train, or evaluate if there is no optimizer. Return (mean loss, accuracy) over the examples of all processes."""
+    """Train, or evaluate if there is no optimizer.
+
+    Return (mean loss, accuracy) over the examples of all processes.
+    """
     model.train(optimizer is not None)
     if not optimizer:
         for buffer in model.buffers():
@@ -201,7 +204,10 @@ def run_epoch(model, loader, d, bf16, optimizer=None):
 
 
 def save(path, state, d):
-    """Save a file as rank 0, whole or not at all: the file of that name is replaced when the new one is complete."""
+    """Save a file as rank 0, whole or not at all.
+
+    The file of that name is replaced when the new one is complete.
+    """
     if d.is_main:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         torch.save(state, path + ".new")

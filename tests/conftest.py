@@ -51,7 +51,8 @@ def needs_gpus(test):
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Run a script of the ladder to its end in this process, which spares the seconds of importing torch.
+    """Run a script of the ladder to its end in this process, which spares the seconds of importing
+    torch.
 
     03 and 05 find in the environment that they are the only process. Returns a function (script,
     *flags) -> namespace of code, out and err.
@@ -129,7 +130,9 @@ def need(missing):
 
 @pytest.fixture(scope="session", autouse=True)
 def a_port_for_each_process_of_pytest():
-    """torchrun of torch 2.9 takes port 29500 for every job, so two that run at the same time need other ports."""
+    """torchrun of torch 2.9 takes port 29500 for every job, so two that run at the same time need
+    other ports.
+    """
     if torch.__version__ < (2, 15):  # which takes a free one
         os.environ["PET_MASTER_PORT"] = str(free_port())
 
@@ -197,10 +200,13 @@ from distributed import cleaned_up, setup_distributed, sum_over_ranks
 def main():
     d = setup_distributed()
     total = sum_over_ranks(torch.tensor(d.rank + 1, device=d.device))
-    ranks = (d.rank, d.world_size, d.local_rank, d.local_world_size)  # which other code reads from the environment
-    assert [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == [*ranks]
+    # Other code reads them from the environment.
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    ranks = [d.rank, d.world_size, d.local_rank, d.local_world_size]
+    assert [int(os.environ[name]) for name in names] == ranks
     assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
-    print(f"{d.launcher} {d.rank} of {d.world_size}, {d.local_rank} of {d.local_world_size}, sum {total}\\n", end="")
+    place = f"{d.rank} of {d.world_size}, {d.local_rank} of {d.local_world_size}"
+    print(f"{d.launcher} {place}, sum {total}\\n", end="")
 
 main()
 """
@@ -240,7 +246,9 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """A function that makes this machine one with so many GPUs; returns the list of those made current."""
+    """A function that makes this machine one with so many GPUs; returns the list of those made
+    current.
+    """
 
     def gpus(count, kind="cuda"):
         current = []
@@ -265,7 +273,9 @@ def one_each(tmp_path_factory):
 
 @pytest.fixture
 def train(tmp_path):
-    """A function (name, world_size, *flags) -> Ranks, whose checkpoints and output lie in the folder of that name."""
+    """A function (name, world_size, *flags) -> Ranks, whose checkpoints and output lie in the
+    folder of that name.
+    """
     started = []
 
     def train(name, world_size, *flags, **options):

@@ -1,4 +1,6 @@
-"""The pages of the book: every command is taken and, where it can, runs; every snippet runs; every link leads on."""
+"""The pages of the book: every command is taken and, where it can, runs; every snippet runs; every
+link leads on.
+"""
 
 import ast
 import contextlib
@@ -49,7 +51,9 @@ class Command(NamedTuple):
 
 
 def fences(page, language):
-    """The fenced blocks of a page in a language, as matches; what tools/book/book.py has filled in is left out."""
+    """The fenced blocks of a page in a language, as matches; what tools/book/book.py has filled in
+    is left out.
+    """
     text = book.BLOCK.sub("", page.read_text())
     return [found for found in FENCE.finditer(text) if found["language"] == language]
 
@@ -174,20 +178,28 @@ ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "
 
 # Flags of programs whose parser is not at hand; each is explained where it stands.
 OTHERS = {
-    "--shm-size": "docker", "--ipc": "docker", "--gpus": "docker", "--tag": "docker", "--file": (
-        "docker"
-    ),
-    "--local-rank": "what torch.distributed.launch adds", "--use_env": "torch.distributed.launch",
-    "--set-ntp": "timedatectl", "--logdir": "tensorboard",
-    "--cap-add": "docker", "--network": "docker", "--pid": "py-spy",
-    "--test-only": "sbatch, whose help leaves it out", "--open-mode": (
-        "sbatch, whose help leaves it out"
-    ),
-}  # fmt: skip
+    "--shm-size": "docker",
+    "--ipc": "docker",
+    "--gpus": "docker",
+    "--tag": "docker",
+    "--file": "docker",
+    "--local-rank": "what torch.distributed.launch adds",
+    "--use_env": "torch.distributed.launch",
+    "--set-ntp": "timedatectl",
+    "--logdir": "tensorboard",
+    "--cap-add": "docker",
+    "--network": "docker",
+    "--pid": "py-spy",
+    "--test-only": "sbatch, whose help leaves it out",
+    "--open-mode": "sbatch, whose help leaves it out",
+}
 
 
 def helps(command, folder):
-    """The flags that a launcher's own --help names. Slurm's commands want a configuration even for that."""
+    """The flags that a launcher's own --help names.
+
+    Slurm's commands want a configuration even for that.
+    """
     (folder / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=none\n")
     env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")} | ALLOW_ROOT
     what = ["full"] if command == "mpirun" else []
@@ -418,7 +430,7 @@ ELSEWHERE = {  # what other tests run, in sizes of their own
 
 
 def kind(command):
-    """What a command starts, under what, with which variables, and its flags without their values."""
+    """What a command starts, under what, with which variables and flags, without their values."""
     variables, program, arguments = split(command.text)
     if program not in ("python", "torchrun") or arguments[0] == "-c":
         return command.text, frozenset()
@@ -428,7 +440,8 @@ def kind(command):
 
 
 def to_run():
-    """The commands to run here: all that the pages give no reason against, but for those of which another one has every
+    """The commands to run here: all that the pages give no reason against, but for those of which
+    another one has every
     flag and more. What those start is the same, and their flags have been parsed."""
     chosen = {}
     for command in COMMANDS:
@@ -459,7 +472,9 @@ def scaled(text, folder):
 
 
 def forms(output):
-    """The lines of an output that report, with # for each number: what stays the same in a run of another size."""
+    """The lines of an output that report, with # for each number: what stays the same in a run of
+    another size.
+    """
     lines = [
         line for line in output.splitlines() if re.search(r"== |^done|global batch|error: ", line)
     ]
@@ -525,7 +540,10 @@ def test_the_commands_of_a_page_run_in_their_order_and_print_what_it_shows(page,
 
 
 def typed(text, folder, until=None):
-    """Run a command of chapter 6 with a small network. `timeout` sends its signal at a step, not after seconds."""
+    """Run a command of chapter 6 with a small network.
+
+    `timeout` sends its signal at a step, not after seconds.
+    """
     text = f"{text} --arch small_net --image-size 32".replace(
         "checkpoints/", f"{folder}/checkpoints/"
     )
@@ -596,9 +614,13 @@ def test_no_output_is_recorded_of_a_command_that_failed_but_those_that_show_an_e
 
 
 def test_every_reason_not_to_run_a_command_is_one_of_a_kind():
-    """So that nothing is left out because it happened to fail: what needs what is not here, takes hours, or waits."""
-    kinds = r"needs |downloads |takes |waits |belongs |it runs until|shows what|installs |compares |a docstring|" \
-            r"sets up |for a machine with |runs these tests|SenseCore |train\.py is your"  # fmt: skip
+    """So that nothing is left out because it happened to fail: what needs what is not here, takes
+    hours, or waits.
+    """
+    kinds = (
+        r"needs |downloads |takes |waits |belongs |it runs until|shows what|installs |compares |"
+        r"a docstring|sets up |for a machine with |runs these tests|SenseCore |train\.py is your"
+    )
     odd = [
         command for command in COMMANDS if command.reason and not re.match(kinds, command.reason)
     ]

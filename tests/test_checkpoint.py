@@ -1,4 +1,6 @@
-"""Checkpoints: whole or not there, checked, the newest good one found, and nothing but data in them."""
+"""Checkpoints: whole or not there, checked, the newest good one found, and nothing but data in
+them.
+"""
 
 import os
 import subprocess

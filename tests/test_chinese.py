@@ -1,4 +1,6 @@
-"""The Chinese edition: that it is in step with the English one, and that the check notices when it is not."""
+"""The Chinese edition: that it is in step with the English one, and that the check notices when it
+is not.
+"""
 
 import json
 import re
@@ -15,7 +17,8 @@ from tools.book.phrases import PhraseError, Phrases
 ENGLISH = """\
 # Ranks
 
-A rank is one of 3 numbers. See [the ring](concepts.md#the-ring-all-reduce-and-what-it-costs) and `--lr`.
+A rank is one of 3 numbers. See [the ring](concepts.md#the-ring-all-reduce-and-what-it-costs) \
+and `--lr`.
 
 - **First**, this.
 - Then that.
@@ -49,7 +52,9 @@ python 01_snsc.py
 
 @pytest.fixture
 def edition(monkeypatch, tmp_path):
-    """A function (English, Chinese) -> problems, for two pages whose translation was looked at in the form above."""
+    """A function (English, Chinese) -> problems, for two pages whose translation was looked at in
+    the form above.
+    """
     page, there = ROOT / "docs/01_snsc.md", chinese_page(ROOT / "docs/01_snsc.md")
     hashes = {
         str(there.relative_to(ROOT)): [

@@ -396,7 +396,8 @@ from common import data
 from common.flags import shared_flags
 from torchvision.datasets import MNIST
 MNIST.mirrors, MNIST.resources = ["http://127.0.0.1:{server.server_port}/"], {resources}
-args = shared_flags("").parse_args(["--dataset", "mnist", "--data-dir", {str(tmp_path / "new")!r}, "--download"])
+given = ["--dataset", "mnist", "--data-dir", {str(tmp_path / "new")!r}, "--download"]
+args = shared_flags("").parse_args(given)
 train, test = data.build_datasets(args)
 print(len(train), len(test))
 """

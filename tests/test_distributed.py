@@ -1,4 +1,6 @@
-"""setup_distributed: who started this process, and do the ranks meet? No launcher runs here but in the last part."""
+"""setup_distributed: who started this process, and do the ranks meet? No launcher runs here but in
+the last part.
+"""
 
 import contextlib
 import http.server
@@ -66,7 +68,8 @@ MPICH = {
     [
         ({}, ("python", 0, 1, 0, 1, None)),
         (torchrun(), ("torchrun", 1, 4, 1, 2, None)),
-        (torchrun(3) | srun(0, 2, SLURM_STEP_TASKS_PER_NODE="1(x2)"), ("torchrun", 3, 4, 1, 2, None)),
+        (torchrun(3) | srun(0, 2, SLURM_STEP_TASKS_PER_NODE="1(x2)"),
+         ("torchrun", 3, 4, 1, 2, None)),
         (by_hand(), ("torchrun", 1, 4, 1, 2, ("node0", 29500, ""))),
         (without(by_hand(), "LOCAL_WORLD_SIZE"),
          ("torchrun", 1, 4, 1, None, ("node0", 29500, ""))),
@@ -75,9 +78,8 @@ MPICH = {
         (srun(SLURM_JOB_ID=8), ("srun", 1, 4, 1, 2, ("n01", 22074, "8.0"))),
         (srun(SLURM_STEP_ID=3), ("srun", 1, 4, 1, 2, ("n01", 19261, "7.3"))),
         (srun(MASTER_PORT=4000, MASTER_ADDR="ib0"), ("srun", 1, 4, 1, 2, ("ib0", 4000, "7.0"))),
-        (srun(SLURM_NTASKS=64, SLURM_JOB_NODELIST="a,n[01-31]"), ("srun", 1, 4, 1, 2, ("n01", 15719, (
-            "7.0"
-        )))),
+        (srun(SLURM_NTASKS=64, SLURM_JOB_NODELIST="a,n[01-31]"),
+         ("srun", 1, 4, 1, 2, ("n01", 15719, "7.0"))),
         (srun(MASTER_ADDR="fd00::1"), ("srun", 1, 4, 1, 2, ("fd00::1", 15719, "7.0"))),
         (srun(SLURM_STEP_ID=4294967290), ("srun", 1, 4, 1, 2, ("n01", 25735, "7.4294967290"))),
         (srun(WORLD_SIZE=4), ("srun", 1, 4, 1, 2, ("n01", 15719, "7.0"))),
@@ -138,78 +140,57 @@ def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplo
 @pytest.mark.parametrize(
     ("variables", "found", "command"),
     [
-        (torchrun(RANK=4), "RANK=4: expected a whole number from 0 to 3", (
-            "torchrun --nproc-per-node"
-        )),
+        (torchrun(RANK=4), "RANK=4: expected a whole number from 0 to 3",
+         "torchrun --nproc-per-node"),
         (torchrun(RANK="one"), "RANK=one: expected a whole number from 0 to 3", "torchrun"),
         (torchrun(RANK=-1), "RANK=-1: expected a whole number from 0 to 3", "torchrun"),
         (torchrun(RANK=""), "RANK=: expected a whole number from 0 to 3", "torchrun"),
         (torchrun(WORLD_SIZE=0), "WORLD_SIZE=0: expected a whole number of 1 or more", "torchrun"),
-        (torchrun(WORLD_SIZE="4.0"), "WORLD_SIZE=4.0: expected a whole number of 1 or more", (
-            "torchrun"
-        )),
+        (torchrun(WORLD_SIZE="4.0"), "WORLD_SIZE=4.0: expected a whole number of 1 or more",
+         "torchrun"),
         (torchrun(LOCAL_RANK=2), "LOCAL_RANK=2: expected a whole number from 0 to 1", "torchrun"),
-        (torchrun(LOCAL_WORLD_SIZE=5), "LOCAL_WORLD_SIZE=5: expected a whole number from 1 to 4", (
-            "torchrun"
-        )),
-        ({"RANK": 0}, "RANK set without WORLD_SIZE and LOCAL_RANK: expected all three, or none", (
-            "torchrun"
-        )),
-        ({"WORLD_SIZE": 2, "LOCAL_RANK": 0}, "WORLD_SIZE and LOCAL_RANK set without RANK", (
-            "torchrun"
-        )),
+        (torchrun(LOCAL_WORLD_SIZE=5), "LOCAL_WORLD_SIZE=5: expected a whole number from 1 to 4",
+         "torchrun"),
+        ({"RANK": 0}, "RANK set without WORLD_SIZE and LOCAL_RANK: expected all three, or none",
+         "torchrun"),
+        ({"WORLD_SIZE": 2, "LOCAL_RANK": 0}, "WORLD_SIZE and LOCAL_RANK set without RANK",
+         "torchrun"),
         (without(by_hand(), "MASTER_ADDR"), "MASTER_ADDR is not set", "export"),
         (by_hand(MASTER_PORT="http"), "MASTER_PORT=http: expected", "unset"),
-        (srun(MASTER_PORT=70000), "MASTER_PORT=70000: expected a whole number from 1 to 65535", (
-            "unset"
-        )),
-        (without(srun(), "SLURM_PROCID"), "SLURM_PROCID=(not set): expected a whole number", (
-            "srun --ntasks=2 python"
-        )),
-        (without(srun(), "SLURM_LOCALID"), "SLURM_LOCALID=(not set): expected a whole number", (
-            "srun --ntasks"
-        )),
-        (without(srun(), "SLURM_JOB_ID"), "SLURM_JOB_ID=(not set): expected a whole number", (
-            "srun --ntasks"
-        )),
-        (srun(SLURM_PROCID=4), "SLURM_PROCID=4: expected a whole number from 0 to 3", (
-            "srun --ntasks"
-        )),
-        (srun(SLURM_STEP_NUM_TASKS="four"), "SLURM_STEP_NUM_TASKS=four: expected a whole number", (
-            "srun --ntasks"
-        )),
-        (srun(SLURM_NODEID=2), "SLURM_NODEID=2: expected a whole number from 0 to 1", (
-            "srun --ntasks"
-        )),
-        (srun(SLURM_LOCALID=2), "SLURM_LOCALID=2: expected a whole number from 0 to 1", (
-            "srun --ntasks"
-        )),
-        (srun(SLURM_STEP_TASKS_PER_NODE="2(y2)"), "SLURM_STEP_TASKS_PER_NODE=2(y2): expected tasks", (
-            "srun"
-        )),
-        (without(srun(), "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST=: expected host names", (
-            "srun --ntasks"
-        )),
-        (srun(SLURM_STEP_NODELIST="$(touch x)"), "SLURM_STEP_NODELIST=$(touch x): expected host", (
-            "srun"
-        )),
-        (srun(0, SLURM_NODEID=1, SLURM_LOCALID=0), (
-            "rank 0 is not on the first machine, n01: expected --distrib"
-        ),
+        (srun(MASTER_PORT=70000), "MASTER_PORT=70000: expected a whole number from 1 to 65535",
+         "unset"),
+        (without(srun(), "SLURM_PROCID"), "SLURM_PROCID=(not set): expected a whole number",
+         "srun --ntasks=2 python"),
+        (without(srun(), "SLURM_LOCALID"), "SLURM_LOCALID=(not set): expected a whole number",
+         "srun --ntasks"),
+        (without(srun(), "SLURM_JOB_ID"), "SLURM_JOB_ID=(not set): expected a whole number",
+         "srun --ntasks"),
+        (srun(SLURM_PROCID=4), "SLURM_PROCID=4: expected a whole number from 0 to 3",
+         "srun --ntasks"),
+        (srun(SLURM_STEP_NUM_TASKS="four"), "SLURM_STEP_NUM_TASKS=four: expected a whole number",
+         "srun --ntasks"),
+        (srun(SLURM_NODEID=2), "SLURM_NODEID=2: expected a whole number from 0 to 1",
+         "srun --ntasks"),
+        (srun(SLURM_LOCALID=2), "SLURM_LOCALID=2: expected a whole number from 0 to 1",
+         "srun --ntasks"),
+        (srun(SLURM_STEP_TASKS_PER_NODE="2(y2)"), "SLURM_STEP_TASKS_PER_NODE=2(y2): expected tasks",
+         "srun"),
+        (without(srun(), "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST=: expected host names",
+         "srun --ntasks"),
+        (srun(SLURM_STEP_NODELIST="$(touch x)"), "SLURM_STEP_NODELIST=$(touch x): expected host",
+         "srun"),
+        (srun(0, SLURM_NODEID=1, SLURM_LOCALID=0),
+         "rank 0 is not on the first machine, n01: expected --distrib",
          "export MASTER_ADDR"),
-        (mpirun(OMPI_COMM_WORLD_RANK=2), (
-            "OMPI_COMM_WORLD_RANK=2: expected a whole number from 0 to 1"
-        ), "mpirun -n 2"),
-        (mpirun(OMPI_COMM_WORLD_LOCAL_SIZE=1, OMPI_COMM_WORLD_LOCAL_RANK=0), (
-            "MASTER_ADDR is not set"
-        ), "mpirun -x"),
-        (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID=(not set): expected a whole number", (
-            "mpirun -n 2 python"
-        )),
+        (mpirun(OMPI_COMM_WORLD_RANK=2),
+         "OMPI_COMM_WORLD_RANK=2: expected a whole number from 0 to 1", "mpirun -n 2"),
+        (mpirun(OMPI_COMM_WORLD_LOCAL_SIZE=1, OMPI_COMM_WORLD_LOCAL_RANK=0),
+         "MASTER_ADDR is not set", "mpirun -x"),
+        (without(MPICH, "MPI_LOCALRANKID"), "MPI_LOCALRANKID=(not set): expected a whole number",
+         "mpirun -n 2 python"),
         (NODES | {"RANK": 2}, "RANK=2: expected a whole number from 0 to 1", "torchrun"),
-        (srun(0, 2, SLURM_STEP_NUM_NODES=1) | torchrun(), (
-            "SLURM_STEP_NUM_TASKS=2: srun has started 2 tasks with"
-        ),
+        (srun(0, 2, SLURM_STEP_NUM_NODES=1) | torchrun(),
+         "SLURM_STEP_NUM_TASKS=2: srun has started 2 tasks with",
          "srun --ntasks=1 --ntasks-per-node=1 torchrun"),
     ],
 )  # fmt: skip
@@ -614,7 +595,9 @@ def test_an_error_frees_the_model_that_its_frames_hold():
 
 @pytest.fixture
 def join(environment, monkeypatch):
-    """A function that joins a process group with these variables, which needs no other rank to be there."""
+    """A function that joins a process group with these variables, which needs no other rank to be
+    there.
+    """
     monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
     monkeypatch.setattr(distributed, "rendezvous", lambda *_: dist.HashStore())
 
@@ -692,8 +675,10 @@ def test_a_child_is_not_fooled_by_the_variables_of_its_parent(join, monkeypatch)
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, ("torchrun", 0, 2, 0, None, "127.0.0.1", 5000)),
-        ({"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1}, ("torchrun", 1, 2, 1, None, "127.0.0.1", 5000)),
+        ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0},
+         ("torchrun", 0, 2, 0, None, "127.0.0.1", 5000)),
+        ({"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1},
+         ("torchrun", 1, 2, 1, None, "127.0.0.1", 5000)),
         ({"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "m1"},
          ("torchrun", 0, 2, 0, 2, "m1", 5000)),
         ({"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 6000},
@@ -745,7 +730,8 @@ import os, runpy, sys
 import torch.multiprocessing as mp
 
 def run(rank, port):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port)
     runpy.run_path("train.py", run_name="__main__")
 
 if __name__ == "__main__":

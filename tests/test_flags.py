@@ -566,8 +566,16 @@ def test_06_computes_as_its_flags_say(train):
     """On a CPU --deterministic has torch refuse what is not. A GPU has kernels to choose from."""
     options = ["--dummy", 8, "--batch-size", 4, "--epochs", 1]
     plain = train("plain", 1, *options, prepare=tell_how_it_computes)
-    other = train("other", 1, *options, "--amp", "bf16", "--channels-last", "--deterministic",
-                  prepare=tell_how_it_computes)  # fmt: skip
+    other = train(
+        "other",
+        1,
+        *options,
+        "--amp",
+        "bf16",
+        "--channels-last",
+        "--deterministic",
+        prepare=tell_how_it_computes,
+    )
     for ranks, chosen, dtype in ((plain, False, "torch.float32"), (other, True, "torch.bfloat16")):
         assert ranks.wait() == [0], ranks.output()
         computed = lines_of(ranks, "computes")

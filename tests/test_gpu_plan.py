@@ -1,4 +1,4 @@
-"""make gpu: the plan for machines that are not here, and how parts end, are recorded and continue."""
+"""make gpu: its plan for machines that are not here; how parts end, are recorded and continue."""
 
 import json
 import shlex
@@ -57,7 +57,9 @@ def test_every_script_of_the_plan_takes_its_flags(command, monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine of one GPU whose plan has two parts, the second of which fails; returns its results file."""
+    """A machine of one GPU whose plan has two parts, the second of which fails; returns its results
+    file.
+    """
     parts = [
         gpu.Part(
             "good", 1, "x", ["python -c 'print(1 + 1)'", "! timeout -s KILL 1 sleep 9", "ls {tmp}"]

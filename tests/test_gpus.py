@@ -160,7 +160,8 @@ def test_a_checkpoint_without_a_scaler_continues_as_fp16():
 FAKE = """
 import sys
 import torch
-for name, value in (("is_available", True), ("device_count", 1), ("current_accelerator", torch.device("cuda"))):
+cuda = torch.device("cuda")
+for name, value in (("is_available", True), ("device_count", 1), ("current_accelerator", cuda)):
     setattr(torch.accelerator, name, lambda *_, value=value: value)
 torch.accelerator.set_device_index = lambda index: None
 from common.distributed import setup_device
@@ -169,7 +170,9 @@ print(setup_device(1, 2))
 
 
 def on_one_gpu(**parents):
-    """Return the output of a torchrun worker of two that sees one GPU, started by a process with these variables."""
+    """Return the output of a torchrun worker of two that sees one GPU, started by a process with
+    these variables.
+    """
     env = os.environ | {
         "TORCHELASTIC_RUN_ID": "none",
         "OMP_NUM_THREADS": "1",

@@ -1,4 +1,6 @@
-"""06: exact resume, changing world sizes, signals, damage, flags. What a network of hosts adds is in test_drill.py."""
+"""06: exact resume, changing world sizes, signals, damage, flags. What a network of hosts adds is
+in test_drill.py.
+"""
 
 import functools
 import json
@@ -93,7 +95,9 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_nev
 
 
 def signalled(ranks, name, rank):
-    """Send one rank a signal in the middle of training; returns the step after which the run said it has saved."""
+    """Send one rank a signal in the middle of training; returns the step after which the run said
+    it has saved.
+    """
     ranks.wait_for(r"== step: \[ *3/")
     ranks.signal(rank, name)
     assert set(ranks.wait()) == {EXIT_REQUEUE}, ranks.output()
@@ -198,7 +202,9 @@ def test_a_signal_that_arrives_while_torch_is_imported_asks_for_a_requeue(tmp_pa
 
 @pytest.mark.slow
 def test_the_world_may_shrink_and_grow_and_the_training_stays_the_same(train, one_each, tmp_path):
-    """4 ranks, then 2, then 3, by kills: the same images in each step and the same rate as in one that stays at 4."""
+    """4 ranks, then 2, then 3, by kills: the same images in each step and the same rate as in one
+    that stays at 4.
+    """
     options = [one_each, "--batch-size", 10, "--epochs", 3, "--sync-bn", "--checkpoint-every", 1]
     options += ["--warmup-epochs", 1, "--lr", 0.5, "--eval-every", 0]
     assert train("still", 4, *options).wait() == [0] * 4
@@ -288,7 +294,9 @@ def prepare_plain_training(scaled, rank):
 @pytest.mark.flags("06_imagenet.py", "--clip-grad")
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_training_is_that_of_a_plain_pytorch_loop(scaled, tmp_path):
-    """Two ranks, two epochs of three steps; the learning rates and the parameter groups are written out here."""
+    """Two ranks, two epochs of three steps; the learning rates and the parameter groups are written
+    out here.
+    """
     flags = [
         "--dummy",
         36,
@@ -335,10 +343,20 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(scaled, tmp_path):
     assert [name for name, p in named.items() if p.ndim == 1] == [
         name for name in named if name.endswith("bias")
     ]
-    optimizer = torch.optim.SGD([
-        {"params": [p for name, p in named.items() if name.endswith("weight")], "weight_decay": 0.05},
-        {"params": [p for name, p in named.items() if name.endswith("bias")], "weight_decay": 0},
-    ], momentum=0.7, nesterov=True)  # fmt: skip
+    optimizer = torch.optim.SGD(
+        [
+            {
+                "params": [p for name, p in named.items() if name.endswith("weight")],
+                "weight_decay": 0.05,
+            },
+            {
+                "params": [p for name, p in named.items() if name.endswith("bias")],
+                "weight_decay": 0,
+            },
+        ],
+        momentum=0.7,
+        nesterov=True,
+    )
     mean, std = (
         torch.tensor(x).view(3, 1, 1) for x in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
     )
@@ -544,7 +562,7 @@ def test_eval_every_says_after_which_epochs_a_model_is_evaluated():
 
 
 def test_loader_workers_leave_signals_to_the_process_that_trains(monkeypatch):
-    """A signal to the whole group of processes must not end the workers before the state is saved."""
+    """A signal to the whole group of processes must not end the workers before the save."""
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(signals, "exit_with_parent", lambda: None)
@@ -962,7 +980,9 @@ def test_what_a_run_tells_stands_in_its_lines_in_json_and_in_tensorboard(train, 
 
 
 def test_a_step_line_tells_means_speed_and_time_left_as_computed_by_hand(monkeypatch, capsys):
-    """In the second of three epochs of ten steps, resumed after step 4 and now after step 8, 40 s later."""
+    """In the second of three epochs of ten steps, resumed after step 4 and now after step 8, 40 s
+    later.
+    """
     monkeypatch.setattr("imagenet.progress.time.perf_counter", lambda: 140.0)
     d = SimpleNamespace(device=torch.device("cpu"), rank=0, is_main=True, world_size=2)
     d.launcher, d.local_world_size, d.backend = "torchrun", 2, "gloo"
@@ -1154,11 +1174,17 @@ def test_norms_and_biases_do_not_decay():
 
 
 PUBLISHED = {  # BIGBALLON/distribuuuu: top-1 in %, global batch
-    "resnet18": (70.902, 256), "resnet18_b1024": (70.994, 1024), "resnet18_b8192": (70.165, 8192),
-    "resnet18_b16384": (68.766, 16384), "resnet50": (77.252, 256), "botnet50": (77.604, 256),
-    "efficientnet_b0": (74.540, 512), "regnetx_160": (79.992, 512), "regnety_160": (80.598, 512),
+    "resnet18": (70.902, 256),
+    "resnet18_b1024": (70.994, 1024),
+    "resnet18_b8192": (70.165, 8192),
+    "resnet18_b16384": (68.766, 16384),
+    "resnet50": (77.252, 256),
+    "botnet50": (77.604, 256),
+    "efficientnet_b0": (74.540, 512),
+    "regnetx_160": (79.992, 512),
+    "regnety_160": (80.598, 512),
     "regnety_320": (80.824, 512),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in (ROOT / "recipes").glob("*.args")))
@@ -1201,22 +1227,25 @@ def test_every_flag_has_a_help_with_its_default_if_it_has_one(capsys):
     [
         ([], "expected either a folder of images or --dummy N: 06_imagenet.py data/imagenet"),
         (["x", "--dummy", 10], "expected either a folder of images or --dummy N"),
-        (["x", "--evaluate"], (
-            "--evaluate without a model to evaluate: add --weights FILE or --resume"
-        )),
-        (["x", "--evaluate", "--weights", "w.pt", "--resume"], (
-            "which model? leave out one of the two"
-        )),
+        (
+            ["x", "--evaluate"],
+            "--evaluate without a model to evaluate: add --weights FILE or --resume",
+        ),
+        (
+            ["x", "--evaluate", "--weights", "w.pt", "--resume"],
+            "which model? leave out one of the two",
+        ),
         (["x", "--amp", "fp16"], "fp16 needs a GPU and there is none here"),
         (["x", "--ema", 1], "'1' given, expected a number of 0 or more and below 1"),
-        (["x", "--checkpoint-every", "10m"], (
-            "'10m' given, expected steps, as 100, or seconds, as 600s"
-        )),
+        (
+            ["x", "--checkpoint-every", "10m"],
+            "'10m' given, expected steps, as 100, or seconds, as 600s",
+        ),
         (["x", "--lr", "nan"], "'nan' given, expected a number above 0 (all flags:"),
         (["x", "@recipes/missing.args"], "No such file or directory: 'recipes/missing.args'"),
         (["x", "--log-file", "/proc/none/log"], "cannot write /proc/none/log"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_flag_is_one_line(flags, message, capsys):
     if "fp16" in flags and torch.accelerator.is_available():
         pytest.skip("fp16 is right here")
@@ -1241,16 +1270,21 @@ def test_what_cannot_train_says_so_before_it_begins(train, one_each, tmp_path):
         "2 or more; at least "
         "--batch-size 32": (2, [one_each, "--batch-size", 8, "--accumulate", 8]),
         "is not a folder: expected one with train/CLASS/*.jpg": (1, [tmp_path / "missing"]),
-        "has no train/ with val/ or test/ beside it: expected validation images": (1, [one_each / (
-            "train"
-        )]),
+        "has no train/ with val/ or test/ beside it: expected validation images": (
+            1,
+            [one_each / ("train")],
+        ),
         "--dist-init-method slurm under torchrun: expected srun; srun python 06_imagenet.py": (
-            1, [one_each, "--dist-init-method", "slurm"]),
+            1,
+            [one_each, "--dist-init-method", "slurm"],
+        ),
         "no checkpoint in": (1, [one_each, "--evaluate", "--resume"]),
         "w.pt does not fit this model": (1, [one_each, "--weights", tmp_path / "w.pt"]),
         "--max-restarts=3 without --resume: each restart would begin at zero; add --resume": (
-            1, [one_each]),
-    }  # fmt: skip
+            1,
+            [one_each],
+        ),
+    }
     torch.save({"weight": torch.ones(1)}, tmp_path / "w.pt")
     for k, (message, (world_size, flags)) in enumerate(cases.items()):
         env = {"TORCHELASTIC_MAX_RESTARTS": 3} if "max-restarts" in message else None
@@ -1325,7 +1359,10 @@ def count_graphs(rank):
 @pytest.mark.flags("06_imagenet.py", "--compile")
 @pytest.mark.slow
 def test_no_rank_compiles_again_for_a_piece_of_another_size(train, tmp_path):
-    """Rank 0 gets pieces of 31 and 32 images, rank 1 of 32. A rank that compiled alone would let the other wait."""
+    """Rank 0 gets pieces of 31 and 32 images, rank 1 of 32.
+
+    A rank that compiled alone would let the other wait.
+    """
     need(None if can_compile() else "no C++ compiler (apt-get install g++ python3-dev)")
     flags = [
         "--dummy",

@@ -1,4 +1,5 @@
-"""The proof of the ladder: however many processes share a global batch, and whoever starts them, they learn the same.
+"""The proof of the ladder: however many processes share a global batch, and whoever starts them,
+they learn the same.
 
 Every run takes 20 steps (with resnet18, 8) of the same 64 images: one process with batch 64, two
 with 32, four with 16.
@@ -69,7 +70,9 @@ FORKED = {"forked": lambda folder: "03_mnmc_ddp_launch.py", "unwrapped": unwrapp
 
 @pytest.fixture(scope="module")
 def train(folder, tmp_path_factory, request):
-    """A function (launcher, world_size, arch, *flags) -> what the run trained on, its losses and weights; cached."""
+    """A function (launcher, world_size, arch, *flags) -> what the run trained on, its losses and
+    weights; cached.
+    """
     runs = {}
 
     def train(launcher, world_size, arch, *flags):
@@ -149,7 +152,9 @@ def train(folder, tmp_path_factory, request):
 
 
 def distance(a, b):
-    """How far two networks are apart: the norm of the difference of all weights, relative to that of the weights."""
+    """How far two networks are apart: the norm of the difference of all weights, relative to that
+    of the weights.
+    """
     a, b = (torch.cat([w.flatten().double() for w in net.weights.values()]) for net in (a, b))
     return ((a - b).norm() / b.norm()).item()
 
@@ -184,7 +189,10 @@ def test_a_network_without_batch_norm_learns_the_same_on_any_number_of_processes
 @pytest.mark.flags("03 to 05", "--sync-bn")
 @pytest.mark.slow
 def test_resnet18_with_synchronised_batch_norm_learns_the_same_on_two_processes_as_on_one(train):
-    """In float64. In float32 no two ways to add up the same numbers stay together: one process that takes the images
+    """In float64.
+
+    In float32 no two ways to add up the same numbers stay together: one process that takes the
+    images
     of each batch in reverse order is as far off after 20 steps, 4 %, because a rounding error that
     carries one value across the kink of a ReLU changes its gradient at once."""
     one, many = train("python", 1, "resnet18"), train("forked", 2, "resnet18", "--sync-bn")
@@ -214,7 +222,9 @@ def test_without_the_wrap_a_rank_learns_from_its_own_images_alone(train):
 @pytest.mark.flags("01 to 05", "--log-file")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_1003_test_images_are_counted_once_each_on_any_number_of_processes(world_size, tmp_path):
-    """At a rate too low to change a weight, so that every run tests the same network. Its seed is one that gets the
+    """At a rate too low to change a weight, so that every run tests the same network.
+
+    Its seed is one that gets the
     first image right: a sampler that repeats the first images, to give every rank as many, would
     count too much."""
     write_images(tmp_path, "train", (32, 32), ["a", "b"], 8)
@@ -283,8 +293,8 @@ def test_a_script_trains_to_the_same_weights_without_its_report(
     for name, prepare in (("with", None), ("without", without_report)):
         (tmp_path / name).mkdir()
         given = ["--dataset", "folder", "--data-dir", folder, "--epochs", 2, "--arch", "mnist_net"]
-        ranks = Ranks(tmp_path / name, world_size, [*given, "--save", tmp_path / name / "model.pt"], script=script,
-                      prepare=prepare)  # fmt: skip
+        given += ["--save", tmp_path / name / "model.pt"]
+        ranks = Ranks(tmp_path / name, world_size, given, script=script, prepare=prepare)
         assert set(ranks.wait()) == {0}, ranks.output()
         assert ("done: test accuracy" in ranks.output()) == (name == "with")
         weights.append(torch.load(tmp_path / name / "model.pt", weights_only=True))

@@ -1,4 +1,6 @@
-"""Scripts under their real launchers on this machine, and on two: they run, they end, they leave nothing behind."""
+"""Scripts under their real launchers on this machine, and on two: they run, they end, they leave
+nothing behind.
+"""
 
 import os
 import re
@@ -41,8 +43,11 @@ def test_scripts_take_the_flag_of_torch_distributed_launch_in_both_spellings(
 
 
 def test_the_table_of_torchruns_flags_names_every_flag_of_the_installed_one():
-    installed = {max(action.option_strings, key=lambda name: (name.startswith("--"), "-" in name[2:]))
-                 for action in get_args_parser()._actions if action.option_strings}  # fmt: skip
+    def by_length(name):
+        return name.startswith("--"), "-" in name[2:]
+
+    spellings = [action.option_strings for action in get_args_parser()._actions]
+    installed = {max(names, key=by_length) for names in spellings if names}
     installed -= {"--help", "--print-completion"}
     assert installed - set(TORCHRUN_FLAGS) == set()
     if torch.__version__ >= (2, 15):
@@ -140,7 +145,8 @@ def test_every_rank_crops_and_mirrors_in_its_own_way_and_begins_with_the_same_we
 
 @pytest.mark.slow
 def test_no_thread_of_gloo_outlives_the_process_group(copy):
-    """One that does may abort the interpreter on its way out, after all the work is done: exit code 134. The model is
+    """One that does may abort the interpreter on its way out, after all the work is done: exit code
+    134. The model is
     part of a reference cycle, as with a trainer and a callback that know each other."""
     wrap = "    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))\n"
     wrap += (
@@ -263,27 +269,39 @@ def test_05_without_srun_says_how_to_start_it():
 @pytest.mark.parametrize(
     ("given", "variables", "expected"),
     [
-        (["--nodes", 2, "--node-rank", 2], {}, (
-            "--node-rank 2 of --nodes 2: expected a node rank from 0 to 1"
-        )),
-        (["--nodes", 2], {}, (
-            "--nodes 2 without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0"
-        )),
+        (
+            ["--nodes", 2, "--node-rank", 2],
+            {},
+            "--node-rank 2 of --nodes 2: expected a node rank from 0 to 1",
+        ),
+        (
+            ["--nodes", 2],
+            {},
+            "--nodes 2 without --dist-url: expected tcp://HOST:PORT, the machine of --node-rank 0",
+        ),
         (["--dist-url", "localhost:1"], {}, "--dist-url localhost:1: expected tcp://HOST:PORT"),
-        (["--nproc-per-node", 0], {}, (
-            "argument --nproc-per-node: '0' given, expected a whole number of 1 or more"
-        )),
-        ([], {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}, (
-            "WORLD_SIZE=2: a launcher started 2 copies of a script"
-        )),
-        ([], {"SLURM_STEP_NUM_TASKS": 2}, (
-            "SLURM_STEP_NUM_TASKS=2: a launcher started 2 copies of a script that"
-        )),
-        ([], {"OMPI_COMM_WORLD_SIZE": 2}, (
-            "OMPI_COMM_WORLD_SIZE=2: a launcher started 2 copies of a script that"
-        )),
+        (
+            ["--nproc-per-node", 0],
+            {},
+            "argument --nproc-per-node: '0' given, expected a whole number of 1 or more",
+        ),
+        (
+            [],
+            {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2},
+            "WORLD_SIZE=2: a launcher started 2 copies of a script",
+        ),
+        (
+            [],
+            {"SLURM_STEP_NUM_TASKS": 2},
+            "SLURM_STEP_NUM_TASKS=2: a launcher started 2 copies of a script that",
+        ),
+        (
+            [],
+            {"OMPI_COMM_WORLD_SIZE": 2},
+            "OMPI_COMM_WORLD_SIZE=2: a launcher started 2 copies of a script that",
+        ),
     ],
-)  # fmt: skip
+)
 def test_04_refuses_what_cannot_work_before_it_starts_processes(
     run, monkeypatch, given, variables, expected
 ):

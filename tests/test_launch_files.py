@@ -1,4 +1,5 @@
-"""The files of launch/ that a user edits: they run as they stand, and those for Kubernetes are what its API accepts.
+"""The files of launch/ that a user edits: they run as they stand, and those for Kubernetes are what
+its API accepts.
 
 Those for Slurm run in test_slurm.py and test_slurm_elastic.py, the 06_*.sh and store.py in
 test_drill.py.
@@ -41,7 +42,9 @@ EDITABLE = ("PROCESSES", "INTERFACE", "HOSTS", "HOSTFILE", "MASTER", "PORT")
 
 
 def launch(*command, **variables):
-    """Start a launch file, or what it would start, with these variables and no others of a launcher."""
+    """Start a launch file, or what it would start, with these variables and no others of a
+    launcher.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith(VARIABLES) and k not in EDITABLE}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     env |= {name: str(value) for name, value in variables.items()}
@@ -197,7 +200,9 @@ def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved_when_it_is_asked_t
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are counted on Linux only")
 def test_mpirun_sh_leaves_all_cores_to_every_process(mpirun_sh, tmp_path):
-    """mpirun would bind each of two processes to one core, and its threads and loader workers with it."""
+    """mpirun would bind each of two processes to one core, and its threads and loader workers with
+    it.
+    """
     in_one_piece = "import os; os.write(1, f'cores {len(os.sched_getaffinity(0))}\\n'.encode())\n"
     (tmp_path / "cores.py").write_text(in_one_piece)
     code, out, err = finished(mpirun_sh(tmp_path / "cores.py", HOSTS="localhost:2"))
@@ -246,7 +251,9 @@ PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "object": 
 
 
 def validate(given):
-    """Compare an object with the API's own models, more strictly than these do: no other keys, no other types."""
+    """Compare an object with the API's own models, more strictly than these do: no other keys, no
+    other types.
+    """
     for module in ("kubeflow.training.models", "kubernetes.client.models"):
         try:
             importlib.import_module(module)
@@ -377,7 +384,9 @@ def test_06_saves_into_the_claim_that_is_made_for_it():
 
 
 def operator(job, rank, port, processes=None):
-    """The variables that the training operator (1.7 to 1.9) gives a pod without elasticPolicy, by its envvar.go."""
+    """The variables that the training operator (1.7 to 1.9) gives a pod without elasticPolicy, by
+    its envvar.go.
+    """
     pods = sum(replica["replicas"] for replica in job["spec"]["pytorchReplicaSpecs"].values())
     processes = processes or job["spec"]["nprocPerNode"]
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -397,7 +406,9 @@ def operator(job, rank, port, processes=None):
 
 
 def command(job, variables):
-    """What a pod runs, once Kubernetes has put in the variables; one that is not set it leaves as it is."""
+    """What a pod runs, once Kubernetes has put in the variables; one that is not set it leaves as
+    it is.
+    """
     (container,) = pod_of(job)["containers"]
     parts = [*container["command"], *container["args"]]
     return [
@@ -460,7 +471,9 @@ def test_the_pods_of_a_job_train_together_by_their_command(file, small_folder, t
 
 @pytest.mark.slow
 def test_the_image_holds_all_that_the_jobs_need(tmp_path):
-    """Here: a folder with what the Dockerfile copies, in which the scripts of the jobs say how they are used."""
+    """Here: a folder with what the Dockerfile copies, in which the scripts of the jobs say how they
+    are used.
+    """
     lines = (LAUNCH / "kubernetes/Dockerfile").read_text().splitlines()
     assert any(re.fullmatch(r"FROM python:3\.\d+-slim", line) for line in lines)
     assert "RUN pip install --no-cache-dir --requirement requirements.txt" in lines

@@ -1,4 +1,4 @@
-"""The notebooks: that they draw what is recorded, on any machine, and refuse what they cannot draw."""
+"""The notebooks draw what is recorded, on any machine, and refuse what they cannot draw."""
 
 import json
 import os
@@ -38,7 +38,8 @@ def cells(name, kind="code"):
 
 @pytest.fixture
 def draw(monkeypatch, tmp_path, capsys):
-    """Run the cells of a notebook in this process, which spares the seconds of a kernel, and return what it printed.
+    """Run the cells of a notebook in this process, which spares the seconds of a kernel, and return
+    what it printed.
 
     A function (name, machine, results) -> text.
     """
@@ -73,8 +74,9 @@ def fork(command, folder):
     assert launcher[-1].startswith("--nproc-per-node="), command
     script, *given = words
     log = folder / f"{len(list(folder.iterdir()))}.jsonl"
-    ranks = Ranks(folder, int(launcher[-1].partition("=")[2]), [*given, "--log-file", log], script=script,
-                  env=dict(word.split("=") for word in variables.split()))  # fmt: skip
+    world_size = int(launcher[-1].partition("=")[2])
+    env = dict(word.split("=") for word in variables.split())
+    ranks = Ranks(folder, world_size, [*given, "--log-file", log], script=script, env=env)
     assert set(ranks.wait()) == {0}, ranks.output()
     return [record | {"command": command, "launch_seconds": 1.0} for record in records.read(log)]
 
@@ -203,8 +205,10 @@ def test_fresh_records_hold_what_was_measured(fresh_results):
     by = {name: records.records(name, fresh_results) for name in NOTEBOOKS}
     assert {r["script"][:2] for r in by["speed"]} == {"01", "02", "03", "04"}
     assert {(r["world_size"], r["batch_size"], r["sync_bn"]) for r in by["syncbn"]} == {
-        (1, 4, False), (2, 2, False), (2, 2, True)
-    }  # fmt: skip
+        (1, 4, False),
+        (2, 2, False),
+        (2, 2, True),
+    }
     reduces, steps = (
         records.select(by["scaling"], bench="all_reduce"),
         records.select(by["scaling"], bench="step"),
@@ -231,7 +235,9 @@ def test_fresh_records_hold_what_was_measured(fresh_results):
 
 @pytest.fixture
 def spoil(tmp_path):
-    """Write an experiment's records here, changed by a function that gets the list of them; returns the folder."""
+    """Write an experiment's records here, changed by a function that gets the list of them; returns
+    the folder.
+    """
 
     def spoil(name, change):
         path = tmp_path / "results" / name / f"{charts.OURS}.jsonl"

@@ -219,12 +219,27 @@ def test_peak_memory_is_the_most_that_the_process_held(of_03):
 def test_the_header_and_the_record_name_every_size(of_03):
     record = of_03.records[0]
     expected = {
-        "world_size": 2, "local_world_size": 2, "batch_size": 3, "global_batch": 6, "cores": 1,
-        "cpu_threads": 1, "seed": 3, "limit": None, "warmup_epochs": 0.5, "augment": False,
-        "dataset": "folder", "data_dir": str(of_03.folder), "model": "mnist_net", "amp": "none",
-        "backend": "gloo", "launcher": "torchrun", "script": "03_mnmc_ddp_launch.py",
-        "sync_bn": False, "device": "cpu", "repeat": 0,
-    }  # fmt: skip
+        "world_size": 2,
+        "local_world_size": 2,
+        "batch_size": 3,
+        "global_batch": 6,
+        "cores": 1,
+        "cpu_threads": 1,
+        "seed": 3,
+        "limit": None,
+        "warmup_epochs": 0.5,
+        "augment": False,
+        "dataset": "folder",
+        "data_dir": str(of_03.folder),
+        "model": "mnist_net",
+        "amp": "none",
+        "backend": "gloo",
+        "launcher": "torchrun",
+        "script": "03_mnmc_ddp_launch.py",
+        "sync_bn": False,
+        "device": "cpu",
+        "repeat": 0,
+    }
     assert expected.items() <= record.items()
     assert record["lr"] == pytest.approx(0.8 * 6 / 256)
     start = "torchrun --nnodes=1 --nproc-per-node=2 03_mnmc_ddp_launch.py --dataset folder"
@@ -252,13 +267,25 @@ def test_a_record_tells_how_and_when_it_was_made(run, small_folder, tmp_path, mo
     assert end.code == 0, end.err
     record = json.loads(log.read_text())
     expected = {
-        "script": script, "launcher": {"03": "torchrun", "05": "srun"}.get(script[:2], "python"),
-        "backend": {"03": "gloo", "05": "gloo"}.get(script[:2], "none"), "world_size": 1,
-        "local_world_size": 1, "batch_size": 8, "global_batch": 8, "limit": 10, "seed": 4,
-        "augment": True, "warmup_epochs": 0, "lr": 0.01 * 8 / 256, "cpu_threads": 3,
-        "cores": len(psutil.Process().cpu_affinity()), "python": sys.version.split()[0],
-        "repeat": 0, "data_dir": str(small_folder), "epoch": 1,
-    }  # fmt: skip
+        "script": script,
+        "launcher": {"03": "torchrun", "05": "srun"}.get(script[:2], "python"),
+        "backend": {"03": "gloo", "05": "gloo"}.get(script[:2], "none"),
+        "world_size": 1,
+        "local_world_size": 1,
+        "batch_size": 8,
+        "global_batch": 8,
+        "limit": 10,
+        "seed": 4,
+        "augment": True,
+        "warmup_epochs": 0,
+        "lr": 0.01 * 8 / 256,
+        "cpu_threads": 3,
+        "cores": len(psutil.Process().cpu_affinity()),
+        "python": sys.version.split()[0],
+        "repeat": 0,
+        "data_dir": str(small_folder),
+        "epoch": 1,
+    }
     assert {name: record[name] for name in expected} == expected
     for name in ("torch", "torchvision"):
         assert record[name].partition("+")[0] == importlib.metadata.version(name).partition("+")[0]
@@ -564,13 +591,16 @@ def test_the_record_of_06_tells_the_whole_epoch(of_06, expected_06):
         seconds = STEPS * of_06.seconds + COMPILE
         speed = (160 - steps[0]["images"]) / (10 * of_06.seconds)  # the first step warms up
         expected = {
-            "epoch": epoch + 1, "seconds": seconds, "images_per_second": round(speed, 1),
+            "epoch": epoch + 1,
+            "seconds": seconds,
+            "images_per_second": round(speed, 1),
             "data_wait_share": round(STEPS * of_06.read / seconds, 4),
             "communication_share": round(STEPS * of_06.exchange / seconds, 4),
             "train_loss": round(sum(step["loss"] for step in steps) / 160, 4),
             "train_acc": round(100 * sum(step["top1"] for step in steps) / 160, 3),
-            "test_acc": round(top1, 3), "test_top5": round(top5, 3),
-        }  # fmt: skip
+            "test_acc": round(top1, 3),
+            "test_top5": round(top5, 3),
+        }
         assert {name: record[name] for name in expected} == expected
         share = f"{100 * STEPS * of_06.read / seconds:.1f}% waiting for data"
         line = f"top-1: {top1:6.3f}% | top-5: {top5:6.3f}% | 41 images | {speed:.0f} img/s, {share}"
@@ -592,12 +622,23 @@ def test_the_header_of_06_and_its_record_name_every_size(of_06):
     options = "amp none, seed 7, averaged weights 0.8"
     assert f" | lr 3 -> {3 * 15 / 256:g} | {options}" in of_06.out
     expected = {
-        "world_size": of_06.world_size, "local_world_size": of_06.world_size, "global_batch": 15,
-        "accumulate": of_06.pieces, "lr": 3 * 15 / 256, "seed": 7,
-        "ema": 0.8, "image_size": 32, "cpu_threads": 1, "repeat": 0, "model": "small_net",
-        "cores": len(psutil.Process().cpu_affinity()), "dataset": str(of_06.folder),
-        "backend": "gloo", "launcher": "torchrun", "amp": "none",
-    }  # fmt: skip
+        "world_size": of_06.world_size,
+        "local_world_size": of_06.world_size,
+        "global_batch": 15,
+        "accumulate": of_06.pieces,
+        "lr": 3 * 15 / 256,
+        "seed": 7,
+        "ema": 0.8,
+        "image_size": 32,
+        "cpu_threads": 1,
+        "repeat": 0,
+        "model": "small_net",
+        "cores": len(psutil.Process().cpu_affinity()),
+        "dataset": str(of_06.folder),
+        "backend": "gloo",
+        "launcher": "torchrun",
+        "amp": "none",
+    }
     assert expected.items() <= of_06.records[0].items()
     assert 100 < of_06.records[0]["peak_memory_mib"] < psutil.virtual_memory().total / MIB
 
@@ -613,9 +654,15 @@ def test_a_checkpoint_holds_the_state_of_a_plain_loop(of_06, expected_06, step):
     if step > 11:
         best = pytest.approx(accuracy(states[11]["ema"], of_06.folder)[0])
     numbers = {
-        "step": step, "world_size": of_06.world_size, "images": 160, "accumulate": of_06.pieces,
-        "micro_batch": 4, "best": best, "scaler": {}, "totals": pytest.approx(totals_of(epoch)),
-    }  # fmt: skip
+        "step": step,
+        "world_size": of_06.world_size,
+        "images": 160,
+        "accumulate": of_06.pieces,
+        "micro_batch": 4,
+        "best": best,
+        "scaler": {},
+        "totals": pytest.approx(totals_of(epoch)),
+    }
     assert {name: state[name] for name in numbers} | {"totals": state["totals"].tolist()} == numbers
     for part in ("model", "ema"):
         assert state[part].keys() == expected[part].keys()
@@ -675,10 +722,13 @@ def test_a_resumed_run_tells_the_whole_epoch_but_its_own_speed(of_06, expected_0
     loss, top1, _, images = totals_of(counts[11:])
     seconds, images_here = 4 * resumed.seconds, totals_of(counts[18:])[3]
     whole = {
-        "epoch": 2, "seconds": seconds, "images_per_second": round(images_here / seconds, 1),
-        "train_loss": round(loss / images, 4), "train_acc": round(100 * top1 / images, 3),
+        "epoch": 2,
+        "seconds": seconds,
+        "images_per_second": round(images_here / seconds, 1),
+        "train_loss": round(loss / images, 4),
+        "train_acc": round(100 * top1 / images, 3),
         "test_acc": round(accuracy(states[22]["ema"], of_06.folder)[0], 3),
-    }  # fmt: skip
+    }
     assert {name: record[name] for name in whole} == whole
     saved = decode(read_file(tmp_path / "checkpoints/step-00000022.pt"))
     assert saved["totals"].tolist() == pytest.approx(totals_of(counts[11:]))

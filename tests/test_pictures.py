@@ -1,4 +1,6 @@
-"""The pictures of docs/: that they are drawn from what the code says now, and show what really happens."""
+"""The pictures of docs/: that they are drawn from what the code says now, and show what really
+happens.
+"""
 
 import json
 import re
@@ -32,12 +34,14 @@ def main():
     dist.all_reduce(held["all-reduce"])
     piece = torch.zeros(1, dtype=torch.int64)
     dist.reduce_scatter_tensor(piece, held["reduce-scatter"])
-    held["reduce-scatter"] = torch.zeros(n, dtype=torch.int64).index_copy(0, torch.tensor([rank]), piece)
+    zeros = torch.zeros(n, dtype=torch.int64)
+    held["reduce-scatter"] = zeros.index_copy(0, torch.tensor([rank]), piece)
     dist.all_gather_into_tensor(held["all-gather"], held["all-gather"][rank : rank + 1].clone())
     time.sleep(0.2 * rank)
     came = time.monotonic()
     dist.barrier()
-    print(json.dumps({name: row.tolist() for name, row in held.items()} | {"barrier": [came, time.monotonic()]}))
+    rows = {name: row.tolist() for name, row in held.items()}
+    print(json.dumps(rows | {"barrier": [came, time.monotonic()]}))
 
 
 main()

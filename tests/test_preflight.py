@@ -1,4 +1,6 @@
-"""launch/preflight.py under real launchers, on two hosts and on a Slurm cluster, with and without something wrong."""
+"""launch/preflight.py under real launchers, on two hosts and on a Slurm cluster, with and without
+something wrong.
+"""
 
 import json
 import re
@@ -45,7 +47,9 @@ def failed(out):
 
 
 def on_two(hosts, *flags, variables=({}, {}), fake=None):
-    """Start it on both hosts as Kubernetes would, one process on each; returns rank 0's code, output and errors."""
+    """Start it on both hosts as Kubernetes would, one process on each; returns rank 0's code,
+    output and errors.
+    """
     script = "tests/helpers/faked_preflight.py" if fake else "launch/preflight.py"
     common = {
         "WORLD_SIZE": 2,
@@ -233,18 +237,30 @@ def fact(rank, **more):
     """A rank on a machine with four cores, two ranks on each machine."""
     host = f"n{rank // 2}"
     return {
-        "rank": rank, "world_size": 4, "local_rank": rank % 2, "launcher": "srun", "host": host, (
-            "pid"
-        ): 100 + rank,
-        "problem": None, "device": "cpu", "device_name": "cpu", "device_id": None, "gpus": 0, (
-            "backend"
-        ): "gloo",
-        "addresses": {"gloo": ("eth0", f"10.0.0.{rank // 2}")}, "interfaces": {"lo": "127.0.0.1", (
-            "eth0"
-        ): "10.0.0.1"},
-        "python": "3.12.1", "torch": "2.9.0", "cuda": None, "nccl": None, "code": "abcdef01",
-        "shared_memory": 2**33, "threads": 2, "cores": [0, 1, 2, 3], "variables": {},
-    } | more  # fmt: skip
+        "rank": rank,
+        "world_size": 4,
+        "local_rank": rank % 2,
+        "launcher": "srun",
+        "host": host,
+        "pid": 100 + rank,
+        "problem": None,
+        "device": "cpu",
+        "device_name": "cpu",
+        "device_id": None,
+        "gpus": 0,
+        "backend": "gloo",
+        "addresses": {"gloo": ("eth0", f"10.0.0.{rank // 2}")},
+        "interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.1"},
+        "python": "3.12.1",
+        "torch": "2.9.0",
+        "cuda": None,
+        "nccl": None,
+        "code": "abcdef01",
+        "shared_memory": 2**33,
+        "threads": 2,
+        "cores": [0, 1, 2, 3],
+        "variables": {},
+    } | more
 
 
 def test_a_rank_that_is_there_twice_is_named_with_both_processes():
@@ -433,7 +449,9 @@ def test_bus_bandwidth_is_what_the_ring_sends():
 
 
 def test_each_rank_of_a_ring_sends_what_the_bandwidth_counts():
-    """A ring of n ranks, played: each chunk is summed on its way around, and then goes around as a sum."""
+    """A ring of n ranks, played: each chunk is summed on its way around, and then goes around as a
+    sum.
+    """
     for n in (2, 3, 8):
         # n chunks on each rank
         values = [[rank * 10 + chunk for chunk in range(n)] for rank in range(n)]
@@ -473,7 +491,10 @@ def test_an_all_reduce_is_timed_per_call_and_by_its_bytes(monkeypatch):
 
 
 def test_the_report_tells_ms_and_gb_per_second():
-    """Of four ranks: 64 MiB in 100 ms. The gradients of ResNet-50 take as much longer as they are larger."""
+    """Of four ranks: 64 MiB in 100 ms.
+
+    The gradients of ResNet-50 take as much longer as they are larger.
+    """
     times = [(4096, 0.00025), (2**26, 0.1)]
     ranks = [fact(rank) for rank in range(4)]
     with torch.device("meta"):

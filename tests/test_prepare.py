@@ -295,7 +295,7 @@ def write_tar(path, members):
 
 @pytest.fixture
 def archives(tmp_path, monkeypatch):
-    """ImageNet's three files with two classes of three training images, and five validation images."""
+    """ImageNet's three files: two classes of three training images, and five validation images."""
     folder = tmp_path / "archives"
     folder.mkdir()
     classes = {}

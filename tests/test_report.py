@@ -97,7 +97,9 @@ def make(*given, rank=0, world_size=1):
 
 
 def train_epoch(report, clock, steps, wait, seconds_of_step):
-    """Go through an epoch whose k-th step takes seconds_of_step(k); every image costs 2.0 and half are right."""
+    """Go through an epoch whose k-th step takes seconds_of_step(k); every image costs 2.0 and half
+    are right.
+    """
     totals = torch.zeros(3)
     for step, (_, targets) in enumerate(report.timed(Loader(clock, steps, wait), epoch=0)):
         clock.now += seconds_of_step(step + 1)

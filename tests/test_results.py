@@ -1,4 +1,6 @@
-"""What the pages claim holds in results/: no change of the code breaks these, but a new recording may."""
+"""What the pages claim holds in results/: no change of the code breaks these, but a new recording
+may.
+"""
 
 import re
 import statistics

@@ -165,7 +165,9 @@ def test_the_saved_weights_fit_torchvisions_own_network(run, small_folder, tmp_p
 @pytest.mark.flags("01 to 05", "--epochs", "--batch-size", "--lr", "--warmup-epochs")
 @pytest.mark.flags("01 to 05", "--augment", "--seed", "--print-every")
 def test_01_trains_as_a_plain_pytorch_loop(run, tmp_path):
-    """Pillow reads the images; statistics, rates and printed numbers are computed here; only the model is ours."""
+    """Pillow reads the images; statistics, rates and printed numbers are computed here; only the
+    model is ours.
+    """
     for split, per_class in (("train", 20), ("test", 15)):
         write_images(tmp_path, split, (32, 32), per_class=per_class)
     given = [

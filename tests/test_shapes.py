@@ -40,13 +40,17 @@ def test_no_two_images_are_alike_and_every_class_comes_as_often():
 
 @pytest.fixture(scope="module")
 def drawn():
-    """12000 images to learn from and 3000 to be tested on: floats in 0..1 (N, 3, 32, 32) and labels."""
+    """12000 images to learn from and 3000 to be tested on: floats in 0..1 (N, 3, 32, 32) and
+    labels.
+    """
     images, labels = (torch.from_numpy(part) for part in shapes.render(0, range(15000)))
     return images.float() / 255, labels
 
 
 def accuracy_of_probe(features, labels, hidden):
-    """Test accuracy in percent of a classifier (linear, or with one hidden layer) on features (N, D)."""
+    """Test accuracy in percent of a classifier (linear, or with one hidden layer) on features (N,
+    D).
+    """
     torch.manual_seed(0)
     features = (features - features.mean(0)) / features.std(0)
     width = features.shape[1]

@@ -46,7 +46,9 @@ def browser(site):
 
 @pytest.fixture
 def tab(browser):
-    """A function width -> page, whose .problems are errors of the console and requests that fail or leave the disk."""
+    """A function width -> page, whose .problems are errors of the console and requests that fail or
+    leave the disk.
+    """
     contexts = []
 
     def opened(width=WIDTHS[0], **options):
@@ -113,10 +115,15 @@ def test_no_page_has_an_error_a_broken_picture_or_sideways_scrolling(site, tab, 
         go(page, site, name)
         wide, broken, cut = page.evaluate("""() => [
             document.documentElement.scrollWidth - innerWidth,
-            [...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src),
-            [...document.querySelectorAll("article pre, article table, article img, article p code")].filter(box => {
-                for (let parent = box; parent.tagName != "ARTICLE"; parent = parent.parentElement)
-                    if (["auto", "scroll"].includes(getComputedStyle(parent).overflowX)) return false;
+            [...document.images].filter(image => image.complete && !image.naturalWidth)
+                .map(image => image.src),
+            [...document.querySelectorAll(
+                "article pre, article table, article img, article p code"
+            )].filter(box => {
+                for (let parent = box; parent.tagName != "ARTICLE"; parent = parent.parentElement) {
+                    const overflow = getComputedStyle(parent).overflowX;
+                    if (["auto", "scroll"].includes(overflow)) return false;
+                }
                 const room = box.closest("article").getBoundingClientRect();
                 return box.getBoundingClientRect().right > room.right + 1;
             }).map(box => box.textContent.slice(0, 40)),
@@ -200,14 +207,17 @@ def test_a_search_for_any_error_text_finds_troubleshooting(site, tab):
 
 @pytest.mark.parametrize(
     ("query", "expected"),
-    [("rank", "docs/concepts.html"), ("gradient accumulation", "docs/concepts.html"), ("requeue", (
-        "docs/slurm.html"
-    )),
-     ("梯度累积", "docs/zh/concepts.html"), ("检查点", "docs/zh/elastic.html"), ("学习率", (
-         "docs/zh/concepts.html"
-     )),
-     ("rank", "docs/zh/concepts.html"), ("节点由 Slurm 选择", "docs/zh/slurm.html")],
-)  # fmt: skip
+    [
+        ("rank", "docs/concepts.html"),
+        ("gradient accumulation", "docs/concepts.html"),
+        ("requeue", "docs/slurm.html"),
+        ("梯度累积", "docs/zh/concepts.html"),
+        ("检查点", "docs/zh/elastic.html"),
+        ("学习率", "docs/zh/concepts.html"),
+        ("rank", "docs/zh/concepts.html"),
+        ("节点由 Slurm 选择", "docs/zh/slurm.html"),
+    ],
+)
 def test_a_search_for_a_term_finds_its_page(site, tab, query, expected):
     folder = "zh/" if "/zh/" in expected else ""
     found = results(tab(), site, folder, query)
@@ -251,9 +261,11 @@ def test_the_theme_switch_makes_the_page_dark_and_it_stays_dark_on_the_next_page
 def test_the_keyboard_alone_reaches_every_link_and_button(site, tab):
     page = tab()
     go(page, site, "docs/02_snmc_dp.html")
-    visible = """element => element.checkVisibility({visibilityProperty: true}) && element.tabIndex >= 0"""
-    wanted = page.evaluate(f"""() => [...document.querySelectorAll("a[href], button, summary, input")]
-        .filter({visible}).map((element, k) => (element.dataset.number = k))""")
+    wanted = page.evaluate("""() =>
+        [...document.querySelectorAll("a[href], button, summary, input")]
+            .filter(element => element.checkVisibility({visibilityProperty: true}))
+            .filter(element => element.tabIndex >= 0)
+            .map((element, k) => (element.dataset.number = k))""")
     reached = set()
     for _ in range(2 * len(wanted) + 50):
         page.keyboard.press("Tab")

@@ -21,7 +21,9 @@ def batch(folder, *lines, options=""):
 
 
 def ranks(text):
-    """(launcher, rank, world size, local rank, local world size, sum), of every line of the ten-line script."""
+    """(launcher, rank, world size, local rank, local world size, sum), of every line of the
+    ten-line script.
+    """
     found = re.findall(r"(\w+) (\d+) of (\d+), (\d+) of (\d+), sum (\d+)", text)
     return sorted((line[0], *map(int, line[1:])) for line in found)
 

@@ -1,4 +1,4 @@
-"""06 on a real Slurm cluster: jobs that are interrupted, queued again, and go on where they were."""
+"""06 on a real Slurm cluster: jobs are interrupted, queued again, and go on where they were."""
 
 import re
 
@@ -98,7 +98,9 @@ def preempt(slurm, tmp_path):
 
 
 def soon(run_time):
-    """The shortest time limit, in minutes, of which Slurm can warn a running job: it looks every 30 seconds."""
+    """The shortest time limit, in minutes, of which Slurm can warn a running job: it looks every 30
+    seconds.
+    """
     hours, minutes, seconds = map(int, run_time.split(":"))
     return 60 * hours + minutes + (1 if seconds < 20 else 2)
 

@@ -1,4 +1,6 @@
-"""Our synchronised batch norm against PyTorch's BatchNorm2d, which sees the images of all ranks as one batch."""
+"""Our synchronised batch norm against PyTorch's BatchNorm2d, which sees the images of all ranks as
+one batch.
+"""
 
 import re
 
@@ -125,8 +127,12 @@ def test_conversion_keeps_weights_statistics_settings_and_all_that_is_no_batch_n
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     converted = convert_sync_batchnorm(net)
     assert [type(m).__name__ for m in converted.modules()][1:] == [
-        "Conv2d", "Sequential", "SyncBatchNorm", "ReLU", "SyncBatchNorm"
-    ]  # fmt: skip
+        "Conv2d",
+        "Sequential",
+        "SyncBatchNorm",
+        "ReLU",
+        "SyncBatchNorm",
+    ]
     assert converted[2].momentum is None and not converted[1][0].training and converted[2].training
     assert before.keys() == converted.state_dict().keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in converted.state_dict().items())

@@ -106,7 +106,9 @@ def test_two_processes_train_the_same_as_one_which_goes_on_for_more_epochs(proje
 
 
 def plain_loop():
-    """The lines that FLAGS give, as lists of numbers, and the momenta after the last step. Data and model are written
+    """The lines that FLAGS give, as lists of numbers, and the momenta after the last step.
+
+    Data and model are written
     out here; one batch holds what the processes share."""
     inputs = torch.randn(12000, 20, generator=torch.Generator().manual_seed(0))
     targets = inputs[:, :5].argmax(1)
@@ -260,10 +262,18 @@ def test_a_batch_larger_than_the_training_set_is_named(project):
 
 @pytest.mark.slow
 def test_the_template_runs_under_srun_and_the_old_launcher(project, slurm):
-    end = slurm.run("srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1", "python", project / (
-        "train.py"
-    ),
-                    "--epochs", "1", "--checkpoints", project / "srun")  # fmt: skip
+    end = slurm.run(
+        "srun",
+        "--nodes=2",
+        "--ntasks=4",
+        "--kill-on-bad-exit=1",
+        "python",
+        project / ("train.py"),
+        "--epochs",
+        "1",
+        "--checkpoints",
+        project / "srun",
+    )
     assert end.returncode == 0 and end.stdout.count("done: test loss") == 1, end.stderr
     lines = run(
         project,

@@ -171,10 +171,19 @@ def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_
 @pytest.mark.slow
 def test_the_benchmark_of_reencoding_reads_smaller_copies(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
-    process = start("tools/bench/reencode.py", "--data-dir", large_folder, "--short-side", 32, (
-        "--image-size"
-    ), 32,
-                    "--repeats", 2, "--log-file", log)  # fmt: skip
+    process = start(
+        "tools/bench/reencode.py",
+        "--data-dir",
+        large_folder,
+        "--short-side",
+        32,
+        "--image-size",
+        32,
+        "--repeats",
+        2,
+        "--log-file",
+        log,
+    )
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     records = [json.loads(line) for line in log.read_text().splitlines()]
@@ -238,8 +247,10 @@ def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path)
         f"{r['world_size']} x {r['threads']} {r['variant']}": r["images_per_second"] for r in steps
     }
     assert list(speeds) == [
-        "1 x 1 plain", *(f"2 x 1 {variant}" for variant in bench_ddp.VARIANTS), "1 x 2 plain"
-    ]  # fmt: skip
+        "1 x 1 plain",
+        *(f"2 x 1 {variant}" for variant in bench_ddp.VARIANTS),
+        "1 x 2 plain",
+    ]
     for name, speed in speeds.items():
         n = int(name[0]) * int(name[4])
         assert re.search(
@@ -274,8 +285,10 @@ def test_the_finetune_benchmark_trains_in_three_ways_on_the_other_half_of_the_cl
     assert process.returncode == 0, err
     rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [(row["way"], row["steps"]) for row in rows] == [
-        ("from nothing", 2), ("fine-tuned", 2), ("only the head", 2)
-    ]  # fmt: skip
+        ("from nothing", 2),
+        ("fine-tuned", 2),
+        ("only the head", 2),
+    ]
     for row in rows:
         assert re.search(rf"^{row['way']} +{row['test_acc']:.1f} \(", out, re.M)
 
@@ -345,7 +358,7 @@ def test_the_steps_of_the_ladder_are_listed_and_shown(capsys, monkeypatch):
 
 @pytest.mark.flags("tools/bench/rendezvous.py", "--ranks", "--start", "--repeats", "--log-file")
 @pytest.mark.slow
-def test_the_rendezvous_benchmark_compares_ours_with_torchs_own_where_names_resolve_quickly_and_slowly(
+def test_the_rendezvous_benchmark_compares_ours_with_torchs_own(
     tmp_path,
 ):
     log = tmp_path / "rendezvous.jsonl"

@@ -1,4 +1,5 @@
-"""The errors that docs/troubleshooting.md quotes are those that are printed today: most are provoked here.
+"""The errors that docs/troubleshooting.md quotes are those that are printed today: most are
+provoked here.
 
 A block of an entry is what a user would find in a terminal; … in it stands for anything.
 """
@@ -43,7 +44,9 @@ NOT_HERE = "Not provoked here:"
 
 
 def read_entries(text):
-    """{number: entry}, each with its title, its text, and its quotes: those that must be provoked, and the others."""
+    """{number: entry}, each with its title, its text, and its quotes: those that must be provoked,
+    and the others.
+    """
     parts = re.split(r"^### (\d+)\. (.*)\n", text, flags=re.M)
     entries = {}
     for number, title, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
@@ -63,7 +66,9 @@ ENTRIES = read_entries(PAGE.read_text()) if PAGE.exists() else {}
 
 
 def pattern(quote):
-    """A quote as a regular expression for text on one line; … stands for at most a thousand characters."""
+    """A quote as a regular expression for text on one line; … stands for at most a thousand
+    characters.
+    """
     return re.compile(re.escape(one_line(quote)).replace("…", ".{0,1000}?").replace(r"\ ", " "))
 
 
@@ -83,7 +88,9 @@ def version(text):
 
 
 def provokes(*numbers):
-    """A decorator for a test that returns what was printed: all that these entries quote must be in it."""
+    """A decorator for a test that returns what was printed: all that these entries quote must be in
+    it.
+    """
 
     def decorate(test):
         for number in numbers:
@@ -150,8 +157,11 @@ def test_the_index_leads_to_every_entry():
 def test_a_text_that_needs_a_gpu_is_one_of_the_installed_libraries():
     """Its fixed parts, at least, as they stand in the code."""
     site = Path(torch.__file__).parent
-    files = [*site.glob("lib/libtorch_cuda.so"), *site.parent.glob("nvidia/nccl/lib/libnccl.so.2"),
-             *site.parent.glob("nvidia/*/lib/libcudart.so.*")]  # fmt: skip
+    files = [
+        *site.glob("lib/libtorch_cuda.so"),
+        *site.parent.glob("nvidia/nccl/lib/libnccl.so.2"),
+        *site.parent.glob("nvidia/*/lib/libcudart.so.*"),
+    ]
     if len(files) < 3:
         pytest.skip("this PyTorch was built without CUDA")
     if torch.__version__ < (2, 15):

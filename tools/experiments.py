@@ -1,9 +1,10 @@
-"""Run the experiments behind the charts on this machine, and record them in results/EXPERIMENT/MACHINE.jsonl.
+"""Run the experiments behind the charts on this machine, and record them in
+results/EXPERIMENT/MACHINE.jsonl.
 
-    python tools/experiments.py --list              list the experiments, and how many runs are recorded
+    python tools/experiments.py --list              list the experiments and their recorded runs
     python tools/experiments.py speed --dry-run     print the commands that are not recorded yet
     python tools/experiments.py speed syncbn        run them, one after the other
-    make charts MACHINE=my-laptop                   draw the charts; --list prints the name of this machine
+    make charts MACHINE=my-laptop                   draw the charts; --list prints the name to use
 
 A run is recorded after it has succeeded, so you can stop at any time: the same command continues
 with the missing runs. Every second repeat runs in reverse order, so that slow changes of the
@@ -54,7 +55,7 @@ class Run(NamedTuple):
 
 
 def speed(machine, args, repeat):
-    """Images per second, and seconds to start, with threads, DataParallel, torchrun, mp.spawn and srun."""
+    """Images per second, and seconds to start, by threads, DataParallel and launchers."""
     on_cpu = machine.device == "cpu"
     size = 128 if on_cpu else 256  # images per process and training step
     images_per_process = args.limit or 30 * size  # on CPUs
@@ -111,7 +112,7 @@ def speed(machine, args, repeat):
 
 
 def syncbn(machine, args, repeat):
-    """Test accuracy with and without synchronised batch norm, by images per process, compared with one process."""
+    """Test accuracy with and without SyncBN, by images per process, beside one process."""
     images = args.limit or 12800
     flags = (
         f"{real_images(args)} --limit {images} --epochs {args.epochs or 1} --arch "
@@ -133,7 +134,7 @@ def syncbn(machine, args, repeat):
 
 
 def accuracy(machine, args, repeat):
-    """Accuracy by number of processes: as published, with the global batch size of one process, and with warm-up."""
+    """Accuracy by number of processes: as published, with one global batch, with warm-up."""
     limit = f" --limit {args.limit}" if args.limit else ""
     flags = f"{real_images(args)}{limit}"
     epochs = f"--epochs {args.epochs or 5}"
@@ -153,7 +154,7 @@ def accuracy(machine, args, repeat):
 
 
 def scaling(machine, args, repeat):
-    """Seconds of all_reduce by size and number of processes, and of a training step and its parts."""
+    """Seconds of all_reduce by size and number of processes; of a training step and its parts."""
     flags = f"--batch-size 64{extra(args)} --seed {repeat}"
     return [
         Run(f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/scaling.py {flags}", 5000 * n)
@@ -184,7 +185,7 @@ def arch_flag(args):
 
 
 def extra(args):
-    """Return the flags for --arch and --data-dir, for experiments that otherwise use the scripts' defaults."""
+    """Return the flags for --arch and --data-dir, if they are given."""
     return arch_flag(args) + (
         f" --dataset folder --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
     )
@@ -219,7 +220,10 @@ class Machine(NamedTuple):
 
     @classmethod
     def here(cls):
-        """Return this machine. Its name is made from the device's name and the number of devices."""
+        """Return this machine.
+
+        Its name is made from the device's name and the number of devices.
+        """
         device = pick_device()
         if device.type == "cpu":
             devices = cores_per_process(1)
@@ -233,7 +237,10 @@ class Machine(NamedTuple):
         )
 
     def process_counts(self, on_cpus):
-        """Return the numbers of processes for an experiment. Processes may share cores, but their memory must fit."""
+        """Return the numbers of processes for an experiment.
+
+        Processes may share cores, but their memory must fit.
+        """
         if self.device == "cpu" and on_cpus:
             return [n for n in on_cpus if n * PROCESS_MEMORY <= self.memory] or on_cpus[:1]
         return [2**k for k in range(self.devices.bit_length()) if 2**k <= self.devices]

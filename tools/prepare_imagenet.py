@@ -1,7 +1,8 @@
-"""Prepare photographs for 06: sort ImageNet's archives into folders, split classes, make large images smaller.
+"""Prepare photographs for 06: sort ImageNet's archives into folders, split classes, make large
+images smaller.
 
-    python tools/prepare_imagenet.py ARCHIVES data/imagenet                     # ImageNet's three official files
-    python tools/prepare_imagenet.py flowers data/flowers --val-share 0.1       # a folder with one folder per class
+    python tools/prepare_imagenet.py ARCHIVES data/imagenet  # ImageNet's three official files
+    python tools/prepare_imagenet.py flowers data/flowers --val-share 0.1  # one folder per class
     python tools/prepare_imagenet.py data/imagenet data/small --short-side 256  # train/ and val/
     made before
 
@@ -171,8 +172,12 @@ def find_items(source, val_share):
             )
         if val_share:
             raise UserError(f"--val-share: {source} has val/ already; leave the flag out")
-        return [item._replace(target=f"{split}/{item.target}") for split in ("train", "val")
-                for items in class_items(source / split).values() for item in items]  # fmt: skip
+        return [
+            item._replace(target=f"{split}/{item.target}")
+            for split in ("train", "val")
+            for items in class_items(source / split).values()
+            for item in items
+        ]
     if val_share is None:
         raise UserError(
             f"{source} has neither train/ nor {TRAIN_TAR}; to split class folders, add --val-share "
@@ -221,7 +226,9 @@ def class_items(folder):
 
 
 def split_class(items, share):
-    """Split the images of a class into val/ and train/ by a hash of their names, with at least one image in each."""
+    """Split the images of a class into val/ and train/ by a hash of their names, with at least one
+    image in each.
+    """
     if len(items) < 2:
         raise UserError(
             f"{items[0].file} is the only image of its class: expected one for training and one "
@@ -237,7 +244,9 @@ def split_class(items, share):
 
 
 def keep_in_place(item, target):
-    """Return the item with the part, train/ or val/, that it has in the target already: new images may not move it."""
+    """Return the item with the part, train/ or val/, that it has in the target already: new images
+    may not move it.
+    """
     part, _, name = item.target.partition("/")
     other = f"{'val' if part == 'train' else 'train'}/{name}"
     return item._replace(target=other) if (target / other).exists() else item
@@ -288,7 +297,9 @@ def find_in_archives(source):
 
 
 def validation_labels(source):
-    """Return the class of each validation image, in the order of their names, from the development kit."""
+    """Return the class of each validation image, in the order of their names, from the development
+    kit.
+    """
     with tempfile.TemporaryDirectory() as folder:
         os.symlink((source / DEVKIT).resolve(), Path(folder, DEVKIT))
         try:
@@ -303,7 +314,10 @@ def validation_labels(source):
 
 
 def check_settings(args, target):
-    """Return the flags that decide the result. Refuse to continue a folder that was made with others."""
+    """Return the flags that decide the result.
+
+    Refuse to continue a folder that was made with others.
+    """
     flags = {name: getattr(args, name) for name in ("val_share", "short_side", "quality")}
     flags["source"] = str(Path(args.source).resolve())
     file = target / SETTINGS
@@ -321,7 +335,10 @@ def check_settings(args, target):
 
 
 def check_space(todo, target, args):
-    """Refuse to begin if the images will not fit on the disk. Their size is estimated from some of them."""
+    """Refuse to begin if the images will not fit on the disk.
+
+    Their size is estimated from some of them.
+    """
     needed = sum(item.size for item in todo)
     if args.short_side and todo:
         before = after = 0
@@ -368,7 +385,8 @@ def read(item):
 
 
 def shrink(data, short_side, quality):
-    """Return the bytes of an image: as they are, or as a JPEG whose short side is at most `short_side` pixels.
+    """Return the bytes of an image: as they are, or as a JPEG whose short side is at most
+    `short_side` pixels.
 
     Raises:
         OSError, SyntaxError, ValueError, DecompressionBombError: it cannot be decoded. See

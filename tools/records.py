@@ -24,7 +24,10 @@ ENVIRONMENT |= {"command": str}
 
 
 class RecordError(ValueError):
-    """Records are missing or have the wrong type. The message says what was found and what to do."""
+    """Records are missing or have the wrong type.
+
+    The message says what was found and what to do.
+    """
 
 
 def append(log_file, record):
@@ -36,7 +39,10 @@ def append(log_file, record):
 
 
 def records(name, results=None):
-    """Return all records in results/NAME/*.jsonl, ordered by file name and then by time. May be empty."""
+    """Return all records in results/NAME/*.jsonl, ordered by file name and then by time.
+
+    May be empty.
+    """
     return [record for path in files(name, results) for record in read(path)]
 
 
@@ -118,7 +124,7 @@ def fits(value, kind):
 
 
 def published():
-    """Return the published figures that we compare with, and their sources: results/published.json."""
+    """Return published figures that we compare with, and sources: results/published.json."""
     return json.loads((ROOT / "results/published.json").read_text())
 
 
@@ -136,7 +142,10 @@ def select(lines, **settings):
 
 
 def group(lines, *columns):
-    """Return {values of these columns: records}, in order of first appearance. One column: plain values as keys."""
+    """Return {values of these columns: records}, in order of first appearance.
+
+    One column: plain values as keys.
+    """
     groups = {}
     for record in lines:
         key = tuple(record[column] for column in columns)
@@ -159,7 +168,9 @@ def spread(values, form):
 
 
 def checkpoint_seconds(without, saving):
-    """Return the seconds that one checkpoint adds to a run, from the records of a run without and a run with them."""
+    """Return the seconds that one checkpoint adds to a run, from the records of a run without and a
+    run with them.
+    """
     cost = checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
     return 100 * cost * saving["batch_size"] / without["images_per_second"]
 

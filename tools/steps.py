@@ -84,7 +84,9 @@ def diff(script):
 
 
 def section_diff(script, names):
-    """Return the lines of the diff between some sections of a script and of its parent, with all lines in common."""
+    """Return the lines of the diff between some sections of a script and of its parent, with all
+    lines in common.
+    """
     old, new = (
         [line for name in names for line in sections(s)[name]]
         for s in (STEPS[script].parent, script)

@@ -18,7 +18,9 @@ from machine_checks import facts as facts_module
 
 
 def end(signal_number):
-    """Return a replacement for a function: it sends a signal, such as SIGKILL or SIGSTOP, to its own process."""
+    """Return a replacement for a function: it sends a signal, such as SIGKILL or SIGSTOP, to its
+    own process.
+    """
     return lambda *_: os.kill(os.getpid(), signal_number)
 
 

@@ -8,7 +8,9 @@ from PIL import Image
 
 
 def write_images(root, split, size, classes=("cat", "dog"), per_class=12, suffix=".png"):
-    """Write an ImageFolder tree of noise, each class in its own brightness; returns the folder root."""
+    """Write an ImageFolder tree of noise, each class in its own brightness; returns the folder
+    root.
+    """
     rng = np.random.default_rng(0)
     for k, name in enumerate(classes):
         folder = Path(root, split, name)

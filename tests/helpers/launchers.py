@@ -24,11 +24,15 @@ VARIABLES += ("MPI_", "SETUP_DISTRIBUTED_")
 def torchrun(rank=1, world_size=4, **more):
     """What torchrun tells a worker of two machines with two processes each."""
     return {
-        "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, (
-            "GROUP_WORLD_SIZE"
-        ): 2,
-        "MASTER_ADDR": "node0", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "none",
-    } | more  # fmt: skip
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank % 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "GROUP_WORLD_SIZE": 2,
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": 29500,
+        "TORCHELASTIC_RUN_ID": "none",
+    } | more
 
 
 def by_hand(rank=1, **more):
@@ -39,12 +43,17 @@ def by_hand(rank=1, **more):
 def slurm_step(rank=0, tasks=1, nodelist="localhost"):
     """What srun tells a task of a step on one machine."""
     return {
-        "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, (
-            "SLURM_NODEID"
-        ): 0,
-        "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_STEP_NUM_NODES": 1,
-        "SLURM_STEP_NODELIST": nodelist, "SLURM_CPUS_ON_NODE": tasks,
-    }  # fmt: skip
+        "SLURM_JOB_ID": 7,
+        "SLURM_STEP_ID": 0,
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_NODEID": 0,
+        "SLURM_STEP_NUM_TASKS": tasks,
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_STEP_NUM_NODES": 1,
+        "SLURM_STEP_NODELIST": nodelist,
+        "SLURM_CPUS_ON_NODE": tasks,
+    }
 
 
 def srun(rank=1, tasks=4, nodes="n[01-02]", **more):
@@ -73,7 +82,9 @@ def without(variables, *names):
 
 
 def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job="", device=None):
-    """Send these ranks to one rendezvous, a thread each; returns what each got: a store, or an error."""
+    """Send these ranks to one rendezvous, a thread each; returns what each got: a store, or an
+    error.
+    """
     address = Address("localhost", port or free_port(), job)
     results = [None] * len(ranks)
 

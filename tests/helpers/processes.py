@@ -18,7 +18,9 @@ STARTED = []  # what a test has started, for the fixture that kills what it leav
 
 
 def start(*command):
-    """Start Python with these arguments in a process and a session of its own, which the test's end kills."""
+    """Start Python with these arguments in a process and a session of its own, which the test's end
+    kills.
+    """
 
     def listen_to_ctrl_c():  # a shell makes its background jobs deaf to it, and they hand that on
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,7 +32,9 @@ def start(*command):
 
 
 def start_copy(folder, *command, **variables):
-    """Start Python in a folder with a copy of distributed.py, with these variables and no others of a launcher."""
+    """Start Python in a folder with a copy of distributed.py, with these variables and no others of
+    a launcher.
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
     env |= {name: str(value) for name, value in variables.items()} | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -65,11 +69,13 @@ def read_until(process, text):
 
 
 def workers(pid, count=2):
-    """The processes below one that run a rank, in the order of their ranks, once there are so many and they train."""
+    """The processes below one that run a rank, in the order of their ranks, once there are so many
+    and they train.
+    """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = [p for p in psutil.Process(pid).children(recursive=True) if "spawn_main" in str(p.cmdline()) or
-                 any(part.endswith(".py") for part in p.cmdline()[1:3])]  # fmt: skip
+        below = psutil.Process(pid).children(recursive=True)
+        found = [process for process in below if is_rank(process.cmdline())]
         if len(found) >= count:
             return sorted(found, key=lambda p: p.pid)[:count]
         time.sleep(0.2)
@@ -79,3 +85,9 @@ def workers(pid, count=2):
 def gone(processes, seconds=60):
     """Whether processes end within so many seconds."""
     return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def is_rank(command):
+    """Whether a process with this command line runs a script, or was spawned by one."""
+    is_script = any(part.endswith(".py") for part in command[1:3])
+    return is_script or any("spawn_main" in part for part in command)

@@ -1,9 +1,10 @@
 """Make the mistakes of docs/troubleshooting.md, one after another, without this project's checks.
 
-    torchrun --nproc-per-node=2 --log-dir DIR --redirects=3 tests/helpers/provoke.py    mistakes with two ranks
-    python tests/helpers/provoke.py launchers                                           mistakes with torchrun
-    python tests/helpers/provoke.py shared-memory                                       with a small /dev/shm
-    python tests/helpers/provoke.py join HOST RANK                                      on each of two hosts
+    # mistakes with two ranks
+    torchrun --nproc-per-node=2 --log-dir DIR --redirects=3 tests/helpers/provoke.py
+    python tests/helpers/provoke.py launchers         # mistakes with torchrun
+    python tests/helpers/provoke.py shared-memory     # with a small /dev/shm
+    python tests/helpers/provoke.py join HOST RANK    # on each of two hosts
 
 A line `== NAME` precedes torch's output for the mistake NAME.
 """
@@ -57,7 +58,10 @@ def mistake_of_ranks(name):
 
 
 def short_lived_group():
-    """Return a process group with a short timeout. After a failed collective, its connections are closed."""
+    """Return a process group with a short timeout.
+
+    After a failed collective, its connections are closed.
+    """
     return dist.new_group(timeout=SHORT)
 
 

@@ -123,7 +123,8 @@ class Ranks:
 
 
 def training_log(folder):
-    """Return the log of the runs in a folder: {(epoch, step): {"targets": of all ranks, "lr": ..., "loss": ...}}.
+    """Return the log of the runs in a folder: {(epoch, step): {"targets": of all ranks, "lr": ...,
+    "loss": ...}}.
 
     If a run was killed and repeated a step, the last repetition counts.
     """
@@ -163,7 +164,10 @@ def _run(script, env, flags, out, kill, prepare):
 
 
 def _log_training(out, kill):
-    """Make CrossEntropyLoss log each micro-batch. It reads epoch and step from the local variables of train_epoch."""
+    """Make CrossEntropyLoss log each micro-batch.
+
+    It reads epoch and step from the local variables of train_epoch.
+    """
     import torch
 
     log = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115

@@ -5,10 +5,10 @@
 Three launches take turns, --repeats times:
 
     1 process, 1 thread       plain PyTorch
-    2 processes, 1 thread     DistributedDataParallel. Its variants take turns step by step: no communication (no_sync),
-                              other bucket sizes, gradients as views of the buckets, gradients sent
-                              as bf16. On GPUs a turn is 20 training steps, because a wait after
-                              each would slow them down
+    2 processes, 1 thread     DistributedDataParallel. Its variants take turns step by step:
+                              no communication (no_sync), other bucket sizes, gradients as views
+                              of the buckets, gradients sent as bf16. On GPUs a turn is 20 training
+                              steps, because a wait after each would slow them down
     1 process, 2 threads      plain PyTorch, with as many cores as the two processes together
 
 With GPUs: one process on one GPU, and one process per GPU. Efficiency is images per second, divided
@@ -156,7 +156,7 @@ def show(runs, worlds):
 
 
 def launch(args, processes, threads):
-    """Run measure() in processes under torchrun, and return {variant: seconds per training step}."""
+    """Run measure() in processes under torchrun. Return {variant: seconds per training step}."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += [ROOT / "tools/bench/ddp.py", "--inside", *command_line(args)]
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -168,7 +168,10 @@ def launch(args, processes, threads):
 
 @cleaned_up()
 def measure(args):
-    """Time the variants, which take turns step by step. Rank 0 prints {variant: seconds per step} as JSON."""
+    """Time the variants, which take turns step by step.
+
+    Rank 0 prints {variant: seconds per step} as JSON.
+    """
     d = setup_distributed()
     args.limit = max(2, args.batch_size)
     train_set, _ = build_datasets(args)
@@ -195,7 +198,7 @@ def measure(args):
 
 
 def launch_seconds(processes):
-    """Return the seconds from the start of torchrun to the step line of 03's first training step."""
+    """Return the seconds from the start of torchrun to the line of 03's first training step."""
     with tempfile.TemporaryDirectory() as folder:
         for split, count in (("train", 2 * processes), ("test", 1)):
             for name in ("a", "b"):

@@ -1,4 +1,5 @@
-"""Measure what fine-tuning gives: accuracy after the same training steps, with and without weights of other classes.
+"""Measure what fine-tuning gives: accuracy after the same training steps, with and without weights
+of other classes.
 
     python tools/bench/finetune.py --data-dir data/cifar10
 
@@ -108,7 +109,10 @@ def main(args):
 
 
 def make_half(args, folder, half):
-    """Make a folder with half of the classes, as links, and return it. The second half has fewer training images."""
+    """Make a folder with half of the classes, as links, and return it.
+
+    The second half has fewer training images.
+    """
     folders = find_folders(str(ROOT / args.data_dir), None)
     for split, source, limit in zip(
         ("train", "val"), folders, (args.images if half else None, None), strict=True

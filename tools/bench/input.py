@@ -6,9 +6,9 @@
 Four loops train the same model on the same images. Each loop runs in its own process; they take
 turns, --repeats times:
 
-    classic, files    reads PIL images from files in each epoch; RandomCrop, Flip, ToTensor and Normalize per image
-                      (RandomResizedCrop for large images); 4 loader workers; .item() in each
-                      training step
+    classic, files    reads PIL images from files in each epoch; RandomCrop, Flip, ToTensor and
+                      Normalize per image (RandomResizedCrop for large images); 4 loader workers;
+                      .item() in each training step
     classic, memory   the same, with the decoded images in memory (small images only)
     01                01_snsc.py
     limit             the training step alone, on one batch that is already on the device
@@ -228,7 +228,9 @@ def classic_loop(args, in_memory):
 
 
 class ClassicImages(Dataset):
-    """Images in memory, converted to PIL images and transformed one by one, as in torchvision's CIFAR10."""
+    """Images in memory, converted to PIL images and transformed one by one, as in torchvision's
+    CIFAR10.
+    """
 
     def __init__(self, args, train_set):
         self.images = train_set.images.permute(0, 2, 3, 1).contiguous().numpy()
@@ -244,7 +246,9 @@ class ClassicImages(Dataset):
 
 
 def classic_files(args, train_set):
-    """Return an ImageFolder with as many images as the training set, decoded by PIL when they are read."""
+    """Return an ImageFolder with as many images as the training set, decoded by PIL when they are
+    read.
+    """
     folder = torchvision.datasets.ImageFolder(
         Path(args.data_dir, "train"), classic_transform(args, train_set)
     )

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse_args(doc, add_flags=lambda parser: None):
-    """Parse the flags of a benchmark: the flags of 01 to 05, --repeats, and the benchmark's own flags."""
+    """Parse the flags of a benchmark: the flags of 01 to 05, --repeats, and the benchmark's own
+    flags.
+    """
     parser = shared_flags(doc)
     parser.add_argument(
         "--repeats", type=whole_number(1), default=5, metavar="N", help="number of runs per variant"
@@ -48,7 +50,8 @@ def first_batch(args, train_set):
 
 
 def build_step(args, train_set, device, wrap=lambda model: model):
-    """Build a model and return a function that runs one training step: (images, targets) -> (loss, outputs).
+    """Build a model and return a function that runs one training step: (images, targets) -> (loss,
+    outputs).
 
     With synced=False, the step leaves out the communication of DistributedDataParallel.
 

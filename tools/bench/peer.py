@@ -83,7 +83,9 @@ def main(args):
 
 
 def build_loader(args):
-    """Return batches of photographs; without a folder, one batch in memory, which main() uses again and again."""
+    """Return batches of photographs; without a folder, one batch in memory, which main() uses again
+    and again.
+    """
     pin = torch.accelerator.is_available()
     if args.data_dir is None:
         images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)

@@ -1,4 +1,5 @@
-"""Measure what grows with the number of ranks: the cost of a vote, and starting, stopping and resuming 06.
+"""Measure what grows with the number of ranks: the cost of a vote, and starting, stopping and
+resuming 06.
 
     python tools/bench/ranks.py
     python tools/bench/ranks.py --votes 4 --ranks 8
@@ -6,12 +7,12 @@
 The ranks are forked on this machine after torch was imported. They share its cores, so only ratios
 and growth carry over to a cluster.
 
-    votes    training steps of --step-ms in which the CPU only waits, as beside a GPU: without votes, with a vote in
-             every step, and with the Votes of 06, which votes less often if a vote costs more than
-             1 % of a step
-    06       06_imagenet.py --dummy with small_net: seconds until rank 0 has done a training step, memory per rank,
-             seconds from a signal until all ranks have saved and exited, seconds until the resumed
-             run has done a step
+    votes    training steps of --step-ms in which the CPU only waits, as beside a GPU: without
+             votes, with a vote in every step, and with the Votes of 06, which votes less often if
+             a vote costs more than 1 % of a step
+    06       06_imagenet.py --dummy with small_net: seconds until rank 0 has done a training step,
+             memory per rank, seconds from a signal until all ranks have saved and exited, seconds
+             until the resumed run has done a step
 """
 
 import contextlib
@@ -130,7 +131,10 @@ def fork(ranks, run):
 
 
 def exit_codes(pids, expected):
-    """Wait until all processes have exited. Raise UserError if one exits with another code, and kill the others."""
+    """Wait until all processes have exited.
+
+    Raise UserError if one exits with another code, and kill the others.
+    """
     deadline, left = time.monotonic() + PATIENCE, set(pids)
     try:
         while left:
@@ -153,7 +157,9 @@ def exit_codes(pids, expected):
 
 
 def measure_votes(ranks, step):
-    """Return a row: seconds of a vote, how often the ranks vote, and what votes add to a step, as a share of it."""
+    """Return a row: seconds of a vote, how often the ranks vote, and what votes add to a step, as a
+    share of it.
+    """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         exit_codes(
@@ -278,7 +284,9 @@ def wait_for_line(file, pattern, pids):
 
 
 def memory(pid):
-    """Return the memory of a process in bytes; memory that processes share is counted in equal parts (PSS)."""
+    """Return the memory of a process in bytes; memory that processes share is counted in equal
+    parts (PSS).
+    """
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return int(re.search(r"^Pss:\s+(\d+) kB", text, re.M)[1]) * 1024
 

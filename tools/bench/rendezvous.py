@@ -1,4 +1,5 @@
-"""Seconds until all ranks have joined: ours beside torch's own store, where names resolve quickly and where not.
+"""Seconds until all ranks have joined: ours beside torch's own store, where names resolve quickly
+and where not.
 
     python tools/bench/rendezvous.py
     python tools/bench/rendezvous.py --ranks 64 --repeats 1
@@ -145,7 +146,9 @@ def measure(args):
 
 
 def seconds_to_join(ranks, join):
-    """Fork the ranks and return the seconds until join(rank, ranks, port) has returned in all, None if one failed."""
+    """Fork the ranks and return the seconds until join(rank, ranks, port) has returned in all, None
+    if one failed.
+    """
     port, (reports, report), (hold, release) = free_port(), os.pipe(), os.pipe()
     begin, pids = time.perf_counter(), []
     for rank in range(ranks):

@@ -1,4 +1,5 @@
-"""Measure all_reduce by size, and a training step and its parts, for the prediction in notebooks/scaling.ipynb.
+"""Measure all_reduce by size, and a training step and its parts, for the prediction in
+notebooks/scaling.ipynb.
 
     torchrun --nnodes=1 --nproc-per-node=2 tools/bench/scaling.py --batch-size 64
 
@@ -61,7 +62,10 @@ def main(args):
 
 
 def all_reduce_seconds(size, device):
-    """Return the median seconds of an all_reduce of `size` bytes. All ranks start each all_reduce together."""
+    """Return the median seconds of an all_reduce of `size` bytes.
+
+    All ranks start each all_reduce together.
+    """
     tensor, times = torch.ones(size // 4, device=device), []
     for k in range(WARMUP + STEPS):
         dist.barrier()
@@ -76,7 +80,8 @@ def all_reduce_seconds(size, device):
 
 
 def step_parts(args, d):
-    """Measure a training step with and without communication, and when each bucket of gradients is ready.
+    """Measure a training step with and without communication, and when each bucket of gradients is
+    ready.
 
     The two kinds of step take turns. Before each time is taken, the device is synchronised, because
     a GPU works asynchronously.

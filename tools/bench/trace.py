@@ -41,7 +41,8 @@ def train_step(ddp, optimizer, images, targets):
 
 
 def spans(events):
-    """Return {part: its times [begin, end], in ms from the start of the forward pass}, with the part "all_reduce".
+    """Return {part: its times [begin, end], in ms from the start of the forward pass}, with the
+    part "all_reduce".
 
     The backward pass ends with its last operation: loss.backward() then waits for the all-reduces
     that are not done.

@@ -1,4 +1,5 @@
-"""Compare 06 with the bare training step. Each run is a process of its own; they run in turn, --repeats times:
+"""Compare 06 with the bare training step. Each run is a process of its own; they run in turn,
+--repeats times:
     bare          forward, backward and optimizer step, always on the same batch
     dummy         06_imagenet.py --dummy: all of the script except reading images
     checkpoints   the same, with a checkpoint every --every steps
@@ -243,8 +244,12 @@ def compare_loaders(args, env):
                 speed = speeds[name][-1]
                 write(args, env, run=name, repeat=repeat - 1, images_per_second=speed)
     ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]
-    print(f"\nloaders alone, one worker: classic {statistics.median(speeds['classic loader']):.0f} img/s, "
-          f"ours {statistics.median(speeds['our loader']):.0f}, ratio {spread(ratios, '.2f')}")  # fmt: skip
+    classic = statistics.median(speeds["classic loader"])
+    ours = statistics.median(speeds["our loader"])
+    ratio = spread(ratios, ".2f")
+    print(
+        f"\nloaders alone, one worker: classic {classic:.0f} img/s, ours {ours:.0f}, ratio {ratio}"
+    )
 
 
 def write(args, env, **measured):

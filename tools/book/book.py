@@ -2,7 +2,7 @@
 
     python tools/book/book.py             update the pages
     python tools/book/book.py --check     name the stale pages and exit with 1
-    python tools/book/book.py --record    first run the commands whose output is shown but not recorded
+    python tools/book/book.py --record    first run the commands with no recorded output
 
 The pages are README.md, CONTRIBUTING.md, docs/*.md and their Chinese translations. The text between
 <!-- KIND: ARGUMENT --> and <!-- end --> is generated:
@@ -12,7 +12,8 @@ The pages are README.md, CONTRIBUTING.md, docs/*.md and their Chinese translatio
     diff: 03 0 1        the diff of two of its sections, see tools/steps.py
     section: 03 0       a section of a script, see tools/steps.py
     code: FILE NAME     a function, a class or the docstring of a file
-    output: COMMAND     the output of a command, recorded in results/output/; remove its line there to record it again
+    output: COMMAND     the output of a command, recorded in results/output/; remove its line there
+                        to record it again
 """
 
 import argparse
@@ -39,7 +40,9 @@ class BookError(ValueError):
 
 
 def render(text, chinese=False):
-    """Return the text of a page with all blocks generated again, for a Chinese page with Chinese words."""
+    """Return the text of a page with all blocks generated again, for a Chinese page with Chinese
+    words.
+    """
 
     def fill(match):
         begin, kind, argument, _, end = match.groups()
@@ -52,7 +55,8 @@ def render(text, chinese=False):
 
 
 def translated(block):
-    """Return a block with the words outside code in Chinese: the cells of tables, and lines above or below them.
+    """Return a block with the words outside code in Chinese: the cells of tables, and lines above
+    or below them.
 
     The Chinese pages are one folder deeper than docs/.
     """
@@ -148,7 +152,9 @@ def record(commands):
 
 
 def run(command):
-    """Return the output and errors of a command, run in this Python environment, without this machine's paths."""
+    """Return the output and errors of a command, run in this Python environment, without this
+    machine's paths.
+    """
     programs = os.path.dirname(sys.executable)
     env = os.environ | {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",

@@ -1,7 +1,7 @@
 """Keep the Chinese edition in step with the English one.
 
-    python tools/book/chinese.py               name each Chinese passage that is stale or differs, and exit with 1
-    python tools/book/chinese.py --done FILE   after you have looked: print and note the passages of a Chinese page
+    python tools/book/chinese.py               name each stale Chinese passage, and exit with 1
+    python tools/book/chinese.py --done FILE   after you have looked: note the passages of a page
 
 A passage is a heading, a paragraph, a list item or a row of a table. Each English passage has one
 Chinese passage, in the same order, with the same code, numbers, links and pictures. Code blocks are
@@ -42,7 +42,9 @@ def english_pages():
 
 
 class Passage(NamedTuple):
-    """kind: the element and the lists it stands in, such as "li/p" or "h2"; line: its first line, from 1."""
+    """kind: the element and the lists it stands in, such as "li/p" or "h2"; line: its first line,
+    from 1.
+    """
 
     kind: str
     text: str
@@ -110,7 +112,9 @@ def slugs(page):
 
 
 def target(link, page):
-    """Return the file to which a link on a page leads, and the number of the heading there, or None."""
+    """Return the file to which a link on a page leads, and the number of the heading there, or
+    None.
+    """
     file, _, anchor = link.partition("#")
     path = Path(os.path.normpath(page.parent / file)) if file else page
     if path.suffix != ".md" or not anchor:
@@ -119,7 +123,9 @@ def target(link, page):
 
 
 def translated_target(link, page):
-    """Return where the translation of a link on an English page should lead: to a Chinese page or picture, if any."""
+    """Return where the translation of a link on an English page should lead: to a Chinese page or
+    picture, if any.
+    """
     path, heading = target(link, page)
     if path == chinese_page(page):
         return page, None  # a link to the translation leads back from there
@@ -129,7 +135,8 @@ def translated_target(link, page):
 
 
 def contents(passage, find_target, page):
-    """Return what a translation keeps: {"code": names in backquotes, "links": where they lead, "numbers", "bold"}.
+    """Return what a translation keeps: {"code": names in backquotes, "links": where they lead,
+    "numbers", "bold"}.
 
     Numbers of millions are left out: Chinese counts in ten thousands.
     """
@@ -153,7 +160,9 @@ def name_of(path, heading):
 
 
 def differences(english, chinese, page):
-    """Return how the contents of a passage of an English page and of its translation differ, one line for each kind."""
+    """Return how the contents of a passage of an English page and of its translation differ, one
+    line for each kind.
+    """
     if not is_prose(english):
         return [] if english.text == chinese.text else ["its code or comment differs"]
     # the text of a notebook is shown in the notebook
@@ -177,7 +186,8 @@ def list_of(names):
 
 
 def check(page, hashes):
-    """Return a line for each passage of an English page whose translation is missing, different or stale.
+    """Return a line for each passage of an English page whose translation is missing, different or
+    stale.
 
     Args:
         page: path of an English page or a notebook.
@@ -206,7 +216,10 @@ def start_of(passage):
 
 
 def structure(page, english, chinese):
-    """Return a line for the first passage that is of another kind than its translation. Empty if there is none."""
+    """Return a line for the first passage that is of another kind than its translation.
+
+    Empty if there is none.
+    """
     end = Passage("end of the page", "", english[-1].line)
     for a, b in itertools.zip_longest(english, chinese, fillvalue=end):
         if a.kind != b.kind:
@@ -254,7 +267,9 @@ def load_hashes():
 
 
 def done(path):
-    """Note that the translation of each passage of a Chinese page was looked at, and print the new ones."""
+    """Note that the translation of each passage of a Chinese page was looked at, and print the new
+    ones.
+    """
     there = path.resolve()
     page = next((page for page in english_pages() if chinese_page(page) == there), None)
     if page is None:

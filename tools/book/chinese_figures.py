@@ -1,4 +1,6 @@
-"""Draw the figures of docs/ a second time, with the Chinese words of docs/zh/labels.json, into docs/figures/zh/."""
+"""Draw the figures of docs/ a second time, with the Chinese words of docs/zh/labels.json, into
+docs/figures/zh/.
+"""
 
 import hashlib
 import pickle
@@ -60,5 +62,8 @@ def save(fig, name, english):
 
 
 def source(english):
-    """Return the hash of the sources of a Chinese figure. A figure with a different hash is stale."""
+    """Return the hash of the sources of a Chinese figure.
+
+    A figure with a different hash is stale.
+    """
     return hashlib.sha256(english.encode() + LABELS.read_bytes()).hexdigest()[:16]

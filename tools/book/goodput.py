@@ -1,4 +1,5 @@
-"""Predict how much of its time a training on many machines trains, and how often to save, when machines fail.
+"""Predict how much of its time a training on many machines trains, and how often to save, when
+machines fail.
 
 All times are in seconds. Failures come at random, with `mtbf` seconds between them on average: that
 of one machine divided by the number of machines. A failure loses the work since the last
@@ -16,12 +17,15 @@ def job_mtbf(machine_mtbf, machines):
 
 
 def young_interval(mtbf, checkpoint):
-    """Return how many seconds to train between two checkpoints: Young, "A first order approximation", 1974."""
+    """Return how many seconds to train between two checkpoints: Young, "A first order
+    approximation", 1974.
+    """
     return math.sqrt(2 * checkpoint * mtbf)
 
 
 def daly_interval(mtbf, checkpoint):
-    """Return the same to a higher order: Daly, "A higher order estimate of the optimum checkpoint interval", 2006.
+    """Return the same to a higher order: Daly, "A higher order estimate of the optimum checkpoint
+    interval", 2006.
 
     Args:
         checkpoint: seconds for which a checkpoint stops the training.
@@ -33,7 +37,9 @@ def daly_interval(mtbf, checkpoint):
 
 
 def goodput(interval, mtbf, checkpoint, restart):
-    """Return the share of time in which a job trains, without what is lost and trained again. Daly, 2006.
+    """Return the share of time in which a job trains, without what is lost and trained again.
+
+    Daly, 2006.
 
     Args:
         interval: seconds of training between two checkpoints.

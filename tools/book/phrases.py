@@ -1,4 +1,6 @@
-"""Translate the words of generated tables and figures, which no page holds, from a JSON file of the Chinese edition."""
+"""Translate the words of generated tables and figures, which no page holds, from a JSON file of the
+Chinese edition.
+"""
 
 import json
 import re
@@ -26,7 +28,9 @@ class Phrases:
         ]
 
     def translate(self, text):
-        """Return the Chinese of a cell or a label. Code, links, numbers and names of two capitals stay as they are.
+        """Return the Chinese of a cell or a label.
+
+        Code, links, numbers and names of two capitals stay as they are.
 
         Raises:
             PhraseError: the file lacks these words.

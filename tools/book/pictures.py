@@ -85,7 +85,8 @@ def ring_rounds(values):
 
 
 def sent(step, all_reduce):
-    """Compute when each bucket's all-reduce begins and ends: one at a time, each as soon as its bucket is ready.
+    """Compute when each bucket's all-reduce begins and ends: one at a time, each as soon as its
+    bucket is ready.
 
     Args:
         step: step_model.Step.
@@ -145,7 +146,9 @@ def arrow(ax, start, end, color=GREY, bend=0.0, style="-|>", **more):
 
 
 def grid(ax, x, y, values, color_of, received=None, cell=0.32, names=True):
-    """Draw a row of cells per rank. Cells without a number stay empty; numbers just received get a frame.
+    """Draw a row of cells per rank.
+
+    Cells without a number stay empty; numbers just received get a frame.
 
     Args:
         color_of: function of (rank, piece).
@@ -310,7 +313,10 @@ def draw_ring():
 
 
 def draw_overlap():
-    """Draw a training step of a model with four layers, one bucket per layer. The times are invented, not measured."""
+    """Draw a training step of a model with four layers, one bucket per layer.
+
+    The times are invented, not measured.
+    """
     backward, update = np.array([0.8, 1.5, 1.5, 1.3]), 0.9  # of layers 4, 3, 2, 1
     forward = backward / 2
     ready = tuple(forward.sum() + backward.cumsum())

@@ -1,4 +1,5 @@
-"""Predict the duration of a data-parallel training step on N devices from measurements on one device.
+"""Predict the duration of a data-parallel training step on N devices from measurements on one
+device.
 
 All times are in seconds, all sizes in bytes. notebooks/scaling.ipynb fits the prediction and shows
 its errors.
@@ -27,7 +28,9 @@ def ring_seconds(size, devices, latency, bandwidth):
 
 
 def shared_ring_seconds(size, devices, latency, throughput):
-    """Return the seconds between processes of one machine, which share a memory of `throughput` bytes per second."""
+    """Return the seconds between processes of one machine, which share a memory of `throughput`
+    bytes per second.
+    """
     return ring_seconds(size, devices, latency, throughput / devices)
 
 
@@ -43,7 +46,8 @@ class Cluster(NamedTuple):
 
 
 def cluster_seconds(size, devices, cluster):
-    """Return the seconds of an all_reduce between GPUs of several nodes: those of a ring or of a tree, the shorter.
+    """Return the seconds of an all_reduce between GPUs of several nodes: those of a ring or of a
+    tree, the shorter.
 
     A ring sends each byte nearly twice through each link, and needs a hop per GPU. A tree needs
     hops for the GPUs of one node and for the logarithm of the number of nodes, and reaches 90 % of
@@ -76,7 +80,9 @@ def slowest(devices, spread):
 
 
 def cluster_efficiency(step, devices, cluster, spread, reference=1):
-    """Return the speed per device on N devices, divided by the speed per device on `reference` devices."""
+    """Return the speed per device on N devices, divided by the speed per device on `reference`
+    devices.
+    """
 
     def seconds(n):
         return step_seconds(step, lambda size: cluster_seconds(size, n, cluster)) * slowest(
@@ -115,7 +121,10 @@ def nonnegative_least_squares(rows, target):
 
 
 class Step(NamedTuple):
-    """A training step on one device without communication. Times are measured from the beginning of the step."""
+    """A training step on one device without communication.
+
+    Times are measured from the beginning of the step.
+    """
 
     # seconds until the gradients of each bucket are ready, in order; the last bucket ends backward
     ready: tuple
@@ -156,7 +165,8 @@ def even_step(seconds, gradients, bucket=25 * 2**20, backward=2 / 3):
 
 
 def step_seconds(step, all_reduce, overlap=1.0):
-    """Return the seconds of a training step that sends its buckets one after the other, each as soon as it is ready.
+    """Return the seconds of a training step that sends its buckets one after the other, each as
+    soon as it is ready.
 
     Args:
         step: Step.
@@ -187,5 +197,7 @@ def fit_overlap(measured):
 
 
 def efficiency(step, all_reduce):
-    """Return the speed of a device with communication divided by its speed without: 1 if all is hidden."""
+    """Return the speed of a device with communication divided by its speed without: 1 if all is
+    hidden.
+    """
     return step.total / step_seconds(step, all_reduce)

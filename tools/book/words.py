@@ -45,7 +45,9 @@ RULES = [  # pattern, what to write instead
 
 
 def prose(text):
-    """Return the text with generated blocks, code, comments, links and headings blanked out; line numbers stay."""
+    """Return the text with generated blocks, code, comments, links and headings blanked out; line
+    numbers stay.
+    """
     patterns = (
         BLOCK,
         re.compile(r"^```.*?^```", re.M | re.S),
@@ -63,7 +65,7 @@ def prose(text):
 
 
 def find(text):
-    """Return (line number, word, what to write instead) for each word with two meanings in a page."""
+    """Return (line number, word, what to write instead) for each word with two meanings."""
     text = prose(text)
     found = [
         (text.count("\n", 0, match.start()) + 1, " ".join(match[0].split()), instead)

@@ -1,6 +1,6 @@
 """Record which functions of the project each test executes, so that a fault needs few tests.
 
-    python tools/mutants/reached.py                    the quick tests: about ten minutes on two cores
+    python tools/mutants/reached.py                    the quick tests: ten minutes on two cores
     python tools/mutants/reached.py -m slow            the slow tests too, added to what is there
     python tools/mutants/reached.py tests/test_data.py    these tests again, after a change
 
@@ -114,7 +114,10 @@ def record_forked_ranks():
 
 
 def run_rank(script, env, *args):
-    """Run a rank of tests/helpers/ranks.py. The server that forked it was started by another test."""
+    """Run a rank of tests/helpers/ranks.py.
+
+    The server that forked it was started by another test.
+    """
     import coverage
     import ranks
 
@@ -127,7 +130,10 @@ def run_rank(script, env, *args):
 
 
 def functions_of(text):
-    """Return {line: name of the innermost function that executes it}. A def line is none of its own."""
+    """Return {line: name of the innermost function that executes it}.
+
+    A def line is none of its own.
+    """
     names = {}
 
     def visit(node, around):

@@ -122,7 +122,7 @@ class Trials:
         self.failing = set()  # tests that do not
 
     def __call__(self, copy, fault):
-        """Return the test that noticed a fault, SURVIVED or NOT_REACHED; and the seconds it took."""
+        """Return the test that noticed a fault, SURVIVED or NOT_REACHED; and the seconds."""
         start = time.monotonic()
         tests = tests_that_reach(fault, self.record, self.budget)
         noticed = None if tests else NOT_REACHED

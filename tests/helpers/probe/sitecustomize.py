@@ -1,4 +1,5 @@
-"""Log what a script of the ladder trains on. Python imports this file at startup if its folder is on PYTHONPATH.
+"""Log what a script of the ladder trains on. Python imports this file at startup if its folder is
+on PYTHONPATH.
 
 Each process appends to $PROBE/PID.jsonl the indices of every batch, every loss and, in evaluation,
 the sum of the batch norm statistics. Dropout is switched off: each rank draws its own random
@@ -46,7 +47,9 @@ def build(args, dataset, original=models.build_model):
 
 
 def convolve(self, images, weight, bias, original=torch.nn.Conv2d._conv_forward):
-    """Convolve float64 images with one matrix product: on a CPU, ten times faster than PyTorch's convolution."""
+    """Convolve float64 images with one matrix product: on a CPU, ten times faster than PyTorch's
+    convolution.
+    """
     if images.dtype != torch.float64:
         return original(self, images, weight, bias)
     assert bias is None and self.groups == 1 and self.dilation == (1, 1)
