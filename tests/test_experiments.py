@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import signal
+import subprocess
 import sys
 
 import psutil
@@ -356,11 +357,23 @@ def test_launch_seconds_end_where_the_header_is_printed(results, tmp_path, monke
     (tmp_path / "script.py").write_text(HEADER_AND_RECORD)
     times = {"global batch": 107.254, "   == test: ": 300.0}  # by the line that is read
 
-    def monotonic():
-        line = sys._getframe(1).f_locals.get("line", "")
-        return times.get(line[:12], 100.0)
+    now = 100.0
 
-    monkeypatch.setattr(experiments.time, "monotonic", monotonic)
+    class Popen(subprocess.Popen):
+        """A process whose lines of output set the clock when they are read."""
+
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.stdout = self.read(self.stdout)
+
+        def read(self, lines):
+            nonlocal now
+            for line in lines:
+                now = times.get(line[:12], 100.0)
+                yield line
+
+    monkeypatch.setattr(experiments.subprocess, "Popen", Popen)
+    monkeypatch.setattr(experiments.time, "monotonic", lambda: now)
     command = f"python {tmp_path / 'script.py'}"
     record = {"command": command, "epoch": 1, "test_acc": 50.0, "launch_seconds": 7.25}
     assert experiments.execute(command) == [record]

@@ -345,12 +345,17 @@ def prepare_rank_of_06(rank):
         clock.add(READ if self.seed is not None else EVALUATION)
         return original(self, keys)
 
+    is_first = False  # whether the next micro-batch is the first of an epoch
+
+    def set_epoch(self, epoch, first_step=0, original=GlobalBatchSampler.set_epoch):
+        nonlocal is_first
+        is_first = first_step == 0
+        original(self, epoch, first_step)
+
     def loss(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
-        frame = sys._getframe()
-        while frame.f_code.co_name != "train_epoch":
-            frame = frame.f_back
-        is_first = frame.f_locals["step"] == frame.f_locals["micro"] == 0
+        nonlocal is_first
         clock.add(COMPUTE + (COMPILE if is_first else 0))
+        is_first = False
         return original(self, outputs, targets)
 
     def backward_done(self, original=clocks.CommunicationClock.backward_done):
@@ -358,6 +363,7 @@ def prepare_rank_of_06(rank):
         original(self)
 
     datasets.Images.__getitems__ = read
+    GlobalBatchSampler.set_epoch = set_epoch
     torch.nn.CrossEntropyLoss.forward = loss
     clocks.CommunicationClock.backward_done = backward_done
 

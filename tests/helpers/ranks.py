@@ -137,7 +137,10 @@ def training_log(folder):
     for line in sorted(lines, key=lambda line: line["time"]):
         step = last.setdefault((line["epoch"], line["step"]), {})
         if line["run"] != step.get("run"):
-            step |= {"run": line["run"], "targets": [], "loss": 0.0, "lr": line["lr"], "pieces": []}
+            step |= {"run": line["run"], "targets": [], "loss": 0.0, "lr": None, "pieces": []}
+        if "lr" in line:  # of a step line, by any rank
+            step["lr"] = line["lr"]
+            continue
         step["targets"] += line["targets"]
         step["loss"] += line["loss"]
         step["pieces"].append(len(line["targets"]))
@@ -164,30 +167,40 @@ def _run(script, env, flags, out, kill, prepare):
 
 
 def _log_training(out, kill):
-    """Make CrossEntropyLoss log each micro-batch.
-
-    It reads epoch and step from the local variables of train_epoch.
-    """
+    """Log each micro-batch when its loss is computed, and the learning rate of each step line."""
     import torch
 
+    from imagenet.progress import Progress
+    from imagenet.sampler import GlobalBatchSampler
+
     log = open(out.with_suffix(".jsonl"), "a", buffering=1)  # noqa: SIM115
+    sampler = None  # of the epoch that trains
+    count = 0  # micro-batches of this epoch so far
+
+    def write(epoch, step, **what):
+        line = {"run": out.stem.split("-")[0], "time": time.time(), "epoch": epoch, "step": step}
+        log.write(json.dumps(line | what) + "\n")
+
+    def set_epoch(self, epoch, first_step=0, original=GlobalBatchSampler.set_epoch):
+        nonlocal sampler, count
+        original(self, epoch, first_step)
+        sampler = self
+        count = 0
 
     def forward(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
+        nonlocal count
         loss = original(self, outputs, targets)
-        frame = sys._getframe()
-        while frame.f_code.co_name != "train_epoch":
-            frame = frame.f_back
-        variables = frame.f_locals
-        line = {
-            "run": out.stem.split("-")[0],
-            "time": time.time(),
-            "targets": targets.tolist(),
-            "loss": loss.item(),
-        }
-        line |= {name: variables[name] for name in ("epoch", "step", "lr")}
-        log.write(json.dumps(line) + "\n")
-        if kill == variables["run"].step:
+        step = sampler.first_step + count // sampler.accumulate
+        count += 1
+        write(sampler.epoch, step, targets=targets.tolist(), loss=loss.item())
+        if kill == sampler.epoch * sampler.steps + step:
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
+    def show_step(self, step, totals, lr, original=Progress.show_step):
+        write(self.epoch, step, lr=lr)
+        original(self, step, totals, lr)
+
+    GlobalBatchSampler.set_epoch = set_epoch
     torch.nn.CrossEntropyLoss.forward = forward
+    Progress.show_step = show_step
