@@ -1,6 +1,5 @@
-"""The fixtures that several files of tests share, and short ways to run or to parse a script."""
+"""The fixtures that several files of tests share."""
 
-import argparse
 import contextlib
 import os
 import runpy
@@ -14,39 +13,15 @@ import torch
 import torch.distributed as dist
 from imagenet_runs import CLASSES, SMALL_06
 from images import write_images
-from launchers import VARIABLES, slurm_step
+from launchers import TRAIN, VARIABLES, slurm_step
+from needs import need
 from processes import ROOT, STARTED, without_gloo
 from ranks import Ranks
 
 from common import distributed
 from common.distributed import free_port
-from common.flags import shared_flags
 from tools.lab import hosts as hosts_module
 from tools.lab import slurm_cluster as slurm_cluster_module
-
-SCRIPTS = [
-    "01_snsc.py",
-    "02_snmc_dp.py",
-    "03_mnmc_ddp_launch.py",
-    "04_mnmc_ddp_mp.py",
-    "05_mnmc_ddp_slurm.py",
-]
-ALL_SCRIPTS = [*SCRIPTS, "06_imagenet.py"]  # which has flags of its own
-IN_PROCESS = [script for script in SCRIPTS if script != "04_mnmc_ddp_mp.py"]  # what `run` can run
-# and a folder: 3 steps
-QUICK = ["--arch", "mnist_net", "--batch-size", "8", "--dataset", "folder", "--data-dir"]
-
-
-def needs_gpu(test):
-    return pytest.mark.gpu(
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test)
-    )
-
-
-def needs_gpus(test):
-    return pytest.mark.gpu(
-        pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")(test)
-    )
 
 
 @pytest.fixture
@@ -120,14 +95,6 @@ def hosts():
         yield two
 
 
-def need(missing):
-    """Skip a test for what is missing, except where all tests must run."""
-    if missing and os.environ.get("RUN_ALL_TESTS"):
-        pytest.fail(missing)
-    if missing:
-        pytest.skip(missing)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def a_port_for_each_process_of_pytest():
     """torchrun of torch 2.9 takes port 29500 for every job, so two that run at the same time need
@@ -151,32 +118,6 @@ def leave_nothing_behind():
             os.killpg(STARTED.pop().pid, signal.SIGKILL)
 
 
-class Parsed(SystemExit):
-    """Ends a script that has parsed its flags."""
-
-
-def parse(monkeypatch, script, *given):
-    """The flags of a script, as it parses them when it is run; fails if it refuses them."""
-    original = argparse.ArgumentParser.parse_args
-
-    def parse_only(parser, *args, **kwargs):
-        raise Parsed(original(parser, *args, **kwargs))
-
-    with monkeypatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setattr(sys, "argv", [script, *map(str, given)])
-        patch.setattr("imagenet.signals.install", lambda: None)  # this process keeps its handlers
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-        with pytest.raises(Parsed) as end:
-            runpy.run_path(script, run_name="__main__")
-    return end.value.code
-
-
-def flags(*given):
-    """The shared flags as a script would parse them."""
-    return shared_flags("").parse_args([str(flag) for flag in given])
-
-
 @pytest.fixture
 def small_folder(tmp_path):
     """An ImageFolder tree of 32x32 images: 24 in train/, 24 in test/."""
@@ -189,27 +130,6 @@ def large_folder(tmp_path):
     """An ImageFolder tree of 300x260 JPEGs: 24 in train/, 8 in val/."""
     write_images(tmp_path, "train", (260, 300), suffix=".jpg")
     return write_images(tmp_path, "val", (260, 300), per_class=4, suffix=".jpg")
-
-
-TRAIN = """\
-import os
-import torch
-from distributed import cleaned_up, setup_distributed, sum_over_ranks
-
-@cleaned_up()
-def main():
-    d = setup_distributed()
-    total = sum_over_ranks(torch.tensor(d.rank + 1, device=d.device))
-    # Other code reads them from the environment.
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    ranks = [d.rank, d.world_size, d.local_rank, d.local_world_size]
-    assert [int(os.environ[name]) for name in names] == ranks
-    assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
-    place = f"{d.rank} of {d.world_size}, {d.local_rank} of {d.local_world_size}"
-    print(f"{d.launcher} {place}, sum {total}\\n", end="")
-
-main()
-"""
 
 
 @pytest.fixture

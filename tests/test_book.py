@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
-from conftest import ALL_SCRIPTS, ROOT, need, parse
 from images import write_images
-from processes import finished, read_until
+from needs import need
+from processes import ROOT, finished, read_until
 from ranks import Ranks
+from rungs import ALL_SCRIPTS, parse
 from torch.distributed.run import get_args_parser
 
 from imagenet.signals import EXIT_REQUEUE
@@ -138,7 +139,8 @@ def test_a_block_that_cannot_be_filled_in_says_what_to_do(marker, expected):
         book.render(f"<!-- {marker} -->\n<!-- end -->")
 
 
-def test_every_script_has_a_chapter_with_its_diff_or_its_sections():
+def test_every_script_has_a_chapter_with_its_code():
+    """Every script has a chapter with its diff or its sections."""
     for script in ALL_SCRIPTS:
         text = (ROOT / f"docs/{script[:-3]}.md").read_text()
         if script in steps.STEPS and f"<!-- diff: {script[:2]} -->" not in text:
@@ -149,7 +151,8 @@ def test_every_script_has_a_chapter_with_its_diff_or_its_sections():
         assert "<!-- output: " in text, "what you should see"
 
 
-def test_the_ten_questions_have_a_section_each_and_the_contents_lead_there():
+def test_the_ten_questions_have_a_section_each():
+    """The ten questions have a section each and the contents lead there."""
     contents = (ROOT / "docs/README.md").read_text()
     questions = re.findall(r"^\d+\. \[(.+\?)\]\((\w+\.md)#[\w-]+\)", contents, re.M)
     assert len(questions) == 10
@@ -161,7 +164,8 @@ def test_the_ten_questions_have_a_section_each_and_the_contents_lead_there():
 
 
 @pytest.mark.parametrize("page", [*PAGES, *chinese_pages()], ids=relative)
-def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(page):
+def test_every_link_leads_to_a_file_or_a_heading(page):
+    """Every link leads to a file and every anchor to a heading."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("https://"):
@@ -513,7 +517,8 @@ def bash(text, **options):
 @pytest.mark.parametrize(
     "page", sorted({command.page for command in to_run() if not command.page.endswith(LESSON)})
 )
-def test_the_commands_of_a_page_run_in_their_order_and_print_what_it_shows(page, book_folder, run):
+def test_the_commands_of_a_page_run_and_print_what_it_shows(page, book_folder, run):
+    """The commands of a page run in their order and print what it shows."""
     for command in (command for command in to_run() if command.page == page):
         if "mpirun" in command.text:
             need(
@@ -557,7 +562,8 @@ def typed(text, folder, until=None):
 
 
 @pytest.mark.slow
-def test_chapter_6_as_a_reader_types_it_kill_resume_resume_and_both_exercises(book_folder):
+def test_chapter_6_as_a_reader_types_it(book_folder):
+    """Chapter 6 as a reader types it kill resume resume and both exercises."""
     commands = [command.text for command in COMMANDS if command.page.endswith(LESSON)]
     runs = [text for text in commands if "checkpoints/lesson" in text and "06_imagenet.py" in text]
     killed, stopped, last, again = runs
@@ -607,7 +613,8 @@ def test_the_srun_of_the_chapter_prints_what_it_shows(slurm, book_folder):
     ), end.stdout + end.stderr
 
 
-def test_no_output_is_recorded_of_a_command_that_failed_but_those_that_show_an_error():
+def test_no_output_is_recorded_of_a_command_that_failed():
+    """No output is recorded of a command that failed but those that show an error."""
     for record in records("output"):
         fails = "error: " in record["output"] or "Traceback" in record["output"]
         assert fails == record["command"].startswith("RANK="), record["command"]
@@ -673,7 +680,8 @@ def go_to(rank):
 # Words
 
 
-def test_a_word_with_two_meanings_is_found_in_prose_and_nowhere_else():
+def test_a_word_with_two_meanings_is_found_in_prose_alone():
+    """A word with two meanings is found in prose and nowhere else."""
     page = (
         "The network learns.\n\n```sh\nthe network learns\n```\n\n`rate`, learning\nrate, a rate,\n"
     )

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import need
+from needs import need
 from ranks import context
 
 from common.errors import UserError
@@ -132,7 +132,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(open_checkpoints, damage, caplog):
+def test_a_damaged_checkpoint_is_named_and_an_older_one_used(open_checkpoints, damage, caplog):
+    """A damaged checkpoint is named and the one before it used."""
     folder = saved(open_checkpoints(), 1, 2, 3)
     damage(folder / "step-00000003.pt")
     loaded, _ = open_checkpoints(folder).load()
@@ -154,7 +155,8 @@ def test_where_all_are_damaged_the_error_says_what_to_do(open_checkpoints):
         open_checkpoints(folder).load()
 
 
-def test_a_damaged_newer_file_does_not_cost_the_one_that_is_written_now(open_checkpoints):
+def test_a_damaged_newer_file_does_not_cost_the_one_written_now(open_checkpoints):
+    """A damaged newer file does not cost the one that is written now."""
     folder = saved(open_checkpoints(), 1, 9)
     truncate(folder / "step-00000009.pt")
     checkpoints = open_checkpoints(folder, keep=1)
@@ -162,9 +164,8 @@ def test_a_damaged_newer_file_does_not_cost_the_one_that_is_written_now(open_che
     assert names(folder) == ["step-00000002.pt", "step-00000009.pt"]
 
 
-def test_training_waits_for_the_copy_alone_and_may_change_its_weights_at_once(
-    open_checkpoints, monkeypatch
-):
+def test_training_may_change_its_weights_at_once(open_checkpoints, monkeypatch):
+    """Training waits for the copy alone and may change its weights at once."""
     go_on, write = threading.Event(), checkpoint.write_file
     monkeypatch.setattr(checkpoint, "write_file", lambda *given: (go_on.wait(30), write(*given)))
     checkpoints, live = open_checkpoints(), state(1)
@@ -176,9 +177,8 @@ def test_training_waits_for_the_copy_alone_and_may_change_its_weights_at_once(
     assert open_checkpoints(checkpoints.folder).load()[0]["model"]["weight"].eq(1).all()
 
 
-def test_a_disk_that_is_too_slow_costs_a_checkpoint_and_not_the_run(
-    open_checkpoints, monkeypatch, caplog
-):
+def test_a_slow_disk_costs_a_checkpoint_and_not_the_run(open_checkpoints, monkeypatch, caplog):
+    """A disk that is too slow costs a checkpoint and not the run."""
     go_on, write = threading.Event(), checkpoint.write_file
     monkeypatch.setattr(checkpoint, "write_file", lambda *given: (go_on.wait(30), write(*given)))
     checkpoints = open_checkpoints(patience=0.1)
@@ -196,9 +196,8 @@ def write_for_ever(folder):
         write_file(f"{folder}/step-{step:08}.pt", state(step, size=500_000))
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_whole_checkpoints_alone(
-    open_checkpoints, tmp_path
-):
+def test_a_process_killed_while_it_writes_leaves_whole_files(open_checkpoints, tmp_path):
+    """A process that is killed while it writes leaves whole checkpoints alone."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     for k in range(4):
@@ -232,9 +231,8 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_leaves_the_checkpoints_before_it_and_training_goes_on(
-    open_checkpoints, small_disk, caplog
-):
+def test_a_full_disk_leaves_the_checkpoints_before_it(open_checkpoints, small_disk, caplog):
+    """A full disk leaves the checkpoints before it and training goes on."""
     checkpoints = open_checkpoints(small_disk)
     checkpoints.save(state(1, size=100_000))
     checkpoints.save(state(2, size=250_000))  # does not fit beside the first one
@@ -261,7 +259,8 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(open_checkpoints, tm
         open_checkpoints("/proc/self")  # which exists, and takes no file
 
 
-def test_weights_come_from_a_checkpoint_or_a_state_dict_and_from_nothing_else(tmp_path):
+def test_weights_come_from_a_checkpoint_or_a_state_dict(tmp_path):
+    """Weights come from a checkpoint or a state dict and from nothing else."""
     weights = {"weight": torch.ones(3)}
     torch.save(weights, tmp_path / "plain.pt")
     write_file(str(tmp_path / "whole.pt"), state(5) | {"ema": weights})

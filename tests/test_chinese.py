@@ -7,8 +7,9 @@ import re
 
 import matplotlib.pyplot as plt
 import pytest
-from conftest import ROOT, need
+from needs import need
 from PIL import Image
+from processes import ROOT
 
 from tools.book import chinese, chinese_figures
 from tools.book.pages import chinese_page, pages
@@ -98,7 +99,8 @@ def test_a_new_english_passage_names_where_it_stands(edition):
     assert any("expected ul/li/p as at docs/01_snsc.md:7" in line for line in lines), lines
 
 
-def test_a_removed_english_passage_names_the_translation_that_is_left(edition):
+def test_a_removed_english_passage_names_the_translation_left(edition):
+    """A removed english passage names the translation that is left."""
     lines = edition(english=ENGLISH.replace("- Then that.\n", ""))
     assert any(
         re.match(r"docs/zh/01_snsc.md:6: its English passage was removed", line) for line in lines
@@ -164,7 +166,8 @@ def test_words_without_a_translation_are_named(tmp_path):
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "docs/figures").glob("*.png")), ids=lambda path: path.stem
 )
-def test_a_chinese_figure_is_drawn_from_what_the_english_one_is_drawn_from(path):
+def test_a_chinese_figure_is_drawn_from_the_same_as_the_english(path):
+    """A chinese figure is drawn from what the english one is drawn from."""
     source = chinese_figures.source(Image.open(path).text["Source"])
     there = Image.open(ROOT / "docs/figures/zh" / path.name).text["Source"]
     assert there == source, (

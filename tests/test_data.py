@@ -20,12 +20,12 @@ import psutil
 import pytest
 import torch
 import torchvision
-from conftest import ROOT, SCRIPTS, flags
 from imagenet_runs import SMALL_06
 from images import write_images, write_mnist
 from PIL import Image
-from processes import gone
+from processes import ROOT, gone
 from ranks import Ranks
+from rungs import SCRIPTS, flags
 from torchvision.transforms import functional as F
 
 from common import data, folder
@@ -56,7 +56,8 @@ def test_crops_and_flips_equal_torchvision_to_the_pixel():
         assert torch.equal(ours[k], F.pil_to_tensor(theirs))
 
 
-def test_every_offset_is_drawn_equally_often_with_and_without_the_mirror():
+def test_every_offset_is_drawn_equally_often():
+    """Every offset is drawn equally often with and without the mirror."""
     torch.manual_seed(0)
     augment, _ = data.build_transforms(memory_images(), flags(), CPU)
     n = 81 * 2 * 100
@@ -106,7 +107,8 @@ def test_without_augmentation_images_are_only_normalised():
     assert torch.equal(augment(train_set.images), normalize(train_set.images))
 
 
-def test_normalised_images_have_mean_0_and_deviation_1_in_every_channel():
+def test_normalised_images_have_mean_0_and_deviation_1():
+    """Normalised images have mean 0 and deviation 1 in every channel."""
     train_set = memory_images(500)
     train_set.images[:, 1] //= 2
     _, normalize = data.build_transforms(train_set, flags(), CPU)
@@ -152,7 +154,8 @@ def test_workers_deliver_the_same_photographs(large_folder):
     )
 
 
-def test_a_last_batch_of_one_image_is_left_out_of_training_and_kept_in_evaluation():
+def test_a_last_batch_of_one_image_is_left_out_of_training():
+    """A last batch of one image is left out of training and kept in evaluation."""
     images = memory_images(17)
     given = flags("--batch-size", 8)
     assert [len(t) for _, t in data.build_loader(images, given, range(17), train=True)] == [8, 8]
@@ -295,7 +298,8 @@ def test_every_kind_of_image_file_becomes_rgb(tmp_path, kind, mode):
     assert difference <= (16 if kind == "print.jpg" else 1)
 
 
-def test_a_damaged_image_is_named_in_one_line_also_when_a_worker_finds_it(large_folder):
+def test_a_damaged_image_that_a_worker_finds_is_named(large_folder):
+    """A damaged image is named in one line also when a worker finds it."""
     damaged = large_folder / "train" / "dog" / "003.jpg"
     damaged.write_bytes(damaged.read_bytes()[:2000])
     train, _ = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
@@ -439,7 +443,8 @@ def test_a_folder_without_classes_is_named(tmp_path):
         data.build_datasets(flags("--dataset", "folder", "--data-dir", tmp_path))
 
 
-def test_no_image_of_a_limited_run_is_read_twice_or_from_the_rest(tmp_path):
+def test_no_image_of_a_limited_run_is_read_twice(tmp_path):
+    """No image of a limited run is read twice or from the rest."""
     write_images(tmp_path, "train", (32, 32), per_class=40)
     write_images(tmp_path, "test", (32, 32))
     train, _ = data.build_datasets(

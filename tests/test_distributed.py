@@ -17,9 +17,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 from launchers import by_hand, meet, mpirun, slurm_step, srun, torchrun, without
-from processes import finished, start_copy
+from processes import ROOT, finished, start_copy
 
 from common import distributed
 from common.distributed import (
@@ -112,7 +111,8 @@ def test_two_open_mpi_jobs_on_one_machine_meet_at_two_ports(environment):
     assert len(addresses) == 2
 
 
-def test_a_port_that_is_asked_for_is_used_unless_the_environment_names_one(environment):
+def test_a_port_is_used_unless_the_environment_names_one(environment):
+    """A port that is asked for is used unless the environment names one."""
     for variables, job in (srun(), "7.0"), (mpirun(), ""), (MPICH, ""):
         environment(**variables)
         assert find(port=1234)[-1][1:] == (1234, job)
@@ -120,7 +120,8 @@ def test_a_port_that_is_asked_for_is_used_unless_the_environment_names_one(envir
         assert find(port=1234)[-1][1:] == (4000, job)
 
 
-def test_the_shell_of_an_sbatch_file_is_told_that_it_is_one_process(environment, caplog):
+def test_the_shell_of_an_sbatch_file_is_one_process(environment, caplog):
+    """The shell of an sbatch file is told that it is one process."""
     environment(**SBATCH_SHELL)
     with caplog.at_level(logging.WARNING):
         find()
@@ -194,9 +195,10 @@ def test_torchruns_that_do_not_know_of_each_other_are_told_so(environment, caplo
          "srun --ntasks=1 --ntasks-per-node=1 torchrun"),
     ],
 )  # fmt: skip
-def test_wrong_variables_are_named_with_what_was_found_and_what_works(
+def test_wrong_variables_are_named_with_what_works(
     environment, variables, found, command, tmp_path
 ):
+    """Wrong variables are named with what was found and what works."""
     environment(**variables)
     os.chdir(tmp_path)
     try:
@@ -214,9 +216,8 @@ def test_wrong_variables_are_named_with_what_was_found_and_what_works(
     )
 
 
-def test_a_process_that_a_launched_script_spawned_does_not_take_its_parents_rank(
-    environment, monkeypatch, caplog
-):
+def test_a_spawned_process_does_not_take_its_parents_rank(environment, monkeypatch, caplog):
+    """A process that a launched script spawned does not take its parents rank."""
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
     for variables, launcher in (
         (srun(), "srun"),
@@ -287,14 +288,16 @@ def test_each_local_process_takes_the_gpu_of_its_local_rank(environment, gpus):
     assert [setup_device(k, 4).index for k in range(4)] == current == [0, 1, 2, 3]
 
 
-def test_a_task_that_sees_one_gpu_takes_that_one_whatever_its_local_rank(environment, gpus):
+def test_a_task_that_sees_one_gpu_takes_that_one(environment, gpus):
+    """A task that sees one gpu takes that one whatever its local rank."""
     for variables in (srun(3), torchrun(3), srun(3) | by_hand(3), mpirun()):
         environment(**variables, CUDA_VISIBLE_DEVICES=3)
         gpus(1)
         assert setup_device(3, 4) == torch.device("cuda", 0)
 
 
-def test_one_slurm_task_with_several_gpus_is_refused_with_the_ways_that_work(environment, gpus):
+def test_one_slurm_task_with_several_gpus_is_refused(environment, gpus):
+    """One slurm task with several gpus is refused with the ways that work."""
     alone = srun(0, 2, SLURM_STEP_TASKS_PER_NODE="1(x2)")
     environment(**alone)
     gpus(2)
@@ -315,7 +318,8 @@ def test_one_slurm_task_with_several_gpus_is_refused_with_the_ways_that_work(env
     assert setup_device(0, 1) == torch.device("cuda", 0)
 
 
-def test_accelerators_with_a_backend_of_their_own_are_used_and_apples_is_not(environment, gpus):
+def test_accelerators_with_a_backend_of_their_own_are_used(environment, gpus):
+    """Accelerators with a backend of their own are used and apples is not."""
     gpus(2, "xpu")
     assert setup_device(1, 2) == torch.device("xpu", 1)
     gpus(1, "mps")
@@ -331,9 +335,8 @@ def test_more_processes_than_gpus_are_refused(environment, gpus, count):
         setup_device(0, 3)
 
 
-def test_variables_that_count_machines_are_refused_where_a_machine_has_several_gpus(
-    environment, gpus
-):
+def test_variables_that_count_machines_need_one_gpu_on_each(environment, gpus):
+    """Variables that count machines are refused where a machine has several gpus."""
     environment(**NODES)
     gpus(8)
     with pytest.raises(LaunchError) as caught:
@@ -342,7 +345,8 @@ def test_variables_that_count_machines_are_refused_where_a_machine_has_several_g
     assert "torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK --nproc-per-node=8" in str(caught.value)
 
 
-def test_a_pod_of_several_processes_is_told_to_start_them_with_torchrun(environment):
+def test_a_pod_of_several_processes_is_told_to_use_torchrun(environment):
+    """A pod of several processes is told to start them with torchrun."""
     # PyTorchJob with nprocPerNode: "2" on 2 pods, as of version 1.7: RANK counts pods, WORLD_SIZE
     # processes.
     environment(**NODES | {"RANK": 1, "WORLD_SIZE": 4, "PET_NPROC_PER_NODE": 2, "PET_NNODES": 2})
@@ -383,9 +387,8 @@ def test_local_processes_share_the_cores_that_they_may_use(
     assert distributed.cores_per_process(local_world_size) == cores
 
 
-def test_threads_are_the_share_of_cores_unless_the_environment_says_how_many(
-    environment, monkeypatch
-):
+def test_threads_are_the_share_of_cores_unless_set(environment, monkeypatch):
+    """Threads are the share of cores unless the environment says how many."""
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     setup_device(0, 1)
@@ -555,9 +558,10 @@ def test_two_jobs_that_share_a_port_do_not_merge():
     assert found in result
 
 
-def test_setup_distributed_twice_is_refused_and_once_more_after_the_group_is_destroyed_is_not(
+def test_setup_distributed_twice_is_refused(
     environment,
 ):
+    """Setup distributed twice is refused and once more after the group is destroyed is not."""
     with distributed.cleaned_up():
         d = setup_distributed()
         assert (d.rank, d.world_size, d.launcher, d.backend, d.is_main) == (
@@ -719,7 +723,8 @@ def test_the_copied_file_works_under_torchrun(copy):
 
 
 @pytest.mark.slow
-def test_the_copied_file_works_with_torchruns_words_from_somebody_else(copy):
+def test_the_copied_file_works_with_variables_set_by_hand(copy):
+    """The copied file works with torchruns words from somebody else."""
     variables = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     processes = [start_copy(copy, "train.py", RANK=r, LOCAL_RANK=r, **variables) for r in (0, 1)]
     assert outputs(*processes) == [line.format("torchrun") for line in TWO]
@@ -740,7 +745,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_the_copied_file_works_in_processes_of_mp_spawn_with_variables_set_by_hand(copy):
+def test_the_copied_file_works_in_processes_of_mp_spawn(copy):
+    """The copied file works in processes of mp spawn with variables set by hand."""
     (copy / "spawn.py").write_text(SPAWN)
     assert outputs(start_copy(copy, "spawn.py", str(free_port()))) == [
         line.format("torchrun") for line in TWO
@@ -754,7 +760,8 @@ def test_the_copied_file_works_with_mpiruns_variables(copy):
 
 
 @pytest.mark.slow
-def test_the_copied_file_works_with_variables_that_count_machines(copy):
+def test_the_copied_file_works_where_variables_count_machines(copy):
+    """The copied file works with variables that count machines."""
     port = free_port()
     given = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     assert outputs(*(start_copy(copy, "train.py", RANK=r, **given) for r in (0, 1))) == [

@@ -11,8 +11,8 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, need
-from processes import finished
+from needs import need
+from processes import ROOT, finished
 
 from tools.lab import drill, hosts
 from tools.lab import job as lab_job
@@ -49,12 +49,14 @@ def job(training):
 
 
 @pytest.mark.slow
-def test_a_killed_process_costs_no_more_than_the_steps_since_a_checkpoint(job):
+def test_a_killed_process_costs_the_steps_since_a_checkpoint(job):
+    """A killed process costs no more than the steps since a checkpoint."""
     assert job.recover(lambda: job.signal_worker(1), world=3).steps_lost <= EVERY
 
 
 @pytest.mark.slow
-def test_a_torchrun_that_is_killed_leaves_no_process_behind_and_its_host_comes_back(job):
+def test_a_killed_torchrun_leaves_no_process_behind(job):
+    """A torchrun that is killed leaves no process behind and its host comes back."""
     host = job.host_of(1)
     workers = set(job.workers(host).values())
     recovery = job.recover(lambda: job.kill_torchrun(host), world=3)
@@ -74,7 +76,8 @@ def test_a_link_that_is_gone_for_seconds_costs_no_step(job):
 
 
 @pytest.mark.slow
-def test_the_host_of_rank_0_may_die_and_come_back_which_costs_no_step(job):
+def test_the_host_of_rank_0_may_die_and_come_back(job):
+    """The host of rank 0 may die and come back which costs no step."""
     host = job.host_of(0)
     assert job.recover(lambda: job.kill_host(host), world=2).steps_lost <= EVERY
     assert job.recover(lambda: job.start(host), world=3).steps_lost == 0
@@ -107,7 +110,8 @@ def test_processes_may_be_killed_one_after_the_other(job):
 
 
 @pytest.mark.slow
-def test_a_stopped_training_is_saved_and_the_same_commands_go_on_to_the_end(job):
+def test_a_stopped_training_goes_on_by_the_same_commands(job):
+    """A stopped training is saved and the same commands go on to the end."""
     assert job.stop() == [128 + signal.SIGTERM] * 3
     stopped = job.transcript.position
     assert job.transcript.has(f"stopped by a signal after step {stopped}: saved")
@@ -145,7 +149,8 @@ def with_variables(**variables):
 
 
 @pytest.mark.slow
-def test_on_one_machine_a_training_is_started_and_goes_on_by_the_same_command(tmp_path):
+def test_on_one_machine_a_training_goes_on_by_the_same_command(tmp_path):
+    """On one machine a training is started and goes on by the same command."""
     given = [
         ROOT / "launch/06_one_node.sh",
         *TEN_STEPS,
@@ -192,7 +197,8 @@ def test_a_machine_without_a_right_number_is_told_so(number):
 
 
 @pytest.mark.slow
-def test_a_torchrun_that_ends_is_started_again_a_limited_number_of_times(tmp_path):
+def test_a_torchrun_is_started_again_a_limited_number_of_times(tmp_path):
+    """A torchrun that ends is started again a limited number of times."""
     fake = tmp_path / "torchrun"
     fake.write_text("#!/bin/sh\necho started\nexit 3\n")
     fake.chmod(0o755)

@@ -10,9 +10,9 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, parse
 from images import write_images
-from processes import start
+from processes import ROOT, start
+from rungs import parse
 
 from common.errors import UserError
 from tools import experiments, records
@@ -144,9 +144,8 @@ def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
 
 
 @pytest.mark.flags("tools/experiments.py", "--list", "--dry-run")
-def test_a_list_goes_on_after_an_experiment_that_this_machine_cannot_do(
-    monkeypatch, capsys, tmp_path
-):
+def test_a_list_goes_on_after_what_this_machine_cannot_do(monkeypatch, capsys, tmp_path):
+    """A list goes on after an experiment that this machine cannot do."""
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
     monkeypatch.setattr(Machine, "here", lambda: ONE_GPU)
     experiments.main(asked("--list"))
@@ -176,7 +175,8 @@ def test_the_ladders_of_accuracy_differ_in_what_they_are_about():
 
 
 @pytest.mark.flags("tools/experiments.py", "--repeats")
-def test_synchronised_batch_norm_is_compared_on_the_same_images_in_a_step():
+def test_sync_bn_is_compared_on_the_same_images_in_a_step():
+    """Synchronised batch norm is compared on the same images in a step."""
     plan = commands("syncbn", LAPTOP, "--repeats", 1)
     synced = [command for command in plan if command.endswith(" --sync-bn")]
     assert len(synced) == 8
@@ -229,7 +229,8 @@ def test_the_commands_of_the_readme_and_the_notebooks_are_taken():
         assert asked(*given.split())
 
 
-def test_a_name_that_will_not_do_is_answered_with_those_that_will(capsys):
+def test_a_wrong_name_is_answered_with_those_that_will_do(capsys):
+    """A name that will not do is answered with those that will."""
     for given, expected in (
         (
             ["sped"],
@@ -320,7 +321,8 @@ def test_a_run_that_fails_says_why_and_leaves_nothing(results, small_folder, cap
     assert list(results.iterdir()) == []
 
 
-def test_one_failure_does_not_keep_the_other_runs_from_being_recorded(results, monkeypatch, capsys):
+def test_one_failure_does_not_keep_other_runs_from_the_record(results, monkeypatch, capsys):
+    """One failure does not keep the other runs from being recorded."""
     todo = [(results / "a/tiny.jsonl", experiments.Run(command, 10)) for command in "abcde"]
 
     def fail_at(*bad):
@@ -418,7 +420,8 @@ def test_half_a_run_counts_as_none(results):
 
 
 @pytest.mark.flags("tools/experiments.py", "--machine")
-def test_a_file_that_holds_no_records_is_named_before_anything_runs(results, capsys):
+def test_a_file_without_records_is_named_before_anything_runs(results, capsys):
+    """A file that holds no records is named before anything runs."""
     (results / "speed").mkdir(parents=True)
     (results / "speed/tiny.jsonl").write_text('{"command": "a"}\nhello\n')
     with pytest.raises(
@@ -428,7 +431,8 @@ def test_a_file_that_holds_no_records_is_named_before_anything_runs(results, cap
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_the_run_and_leaves_neither_processes_nor_half_a_record(tmp_path):
+def test_ctrl_c_leaves_neither_processes_nor_half_a_record(tmp_path):
+    """Ctrl c stops the run and leaves neither processes nor half a record."""
     write_images(tmp_path, "train", (32, 32))
     write_images(tmp_path, "test", (32, 32))
     code = (

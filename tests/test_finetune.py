@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchvision
-from conftest import ROOT
 from imagenet_runs import final, parse_06
+from processes import ROOT
 
 from common.errors import UserError
 from imagenet import finetune
@@ -53,7 +53,8 @@ def test_a_head_for_as_many_classes_is_new_too():
     )
 
 
-def test_frozen_weights_are_not_trained_and_frozen_batch_norm_does_not_move():
+def test_frozen_weights_and_frozen_batch_norm_do_not_change():
+    """Frozen weights are not trained and frozen batch norm does not move."""
     model = model_of("resnet18", 4)
     model.eval()  # as after an evaluation
     finetune.freeze(model, "conv1,bn1,layer1,layer2")
@@ -94,9 +95,8 @@ def test_freezing_nothing_or_everything_is_refused():
 
 
 @pytest.mark.flags("06_imagenet.py", "--weights", "--new-head", "--freeze")
-def test_a_part_of_a_model_is_trained_on_other_classes_by_two_ranks_and_resumed(
-    train, one_each, tmp_path
-):
+def test_a_part_of_a_model_is_trained_on_other_classes(train, one_each, tmp_path):
+    """A part of a model is trained on other classes by two ranks and resumed."""
     dummy = ["--dummy", 20, "--epochs", 1, "--batch-size", 10]
     assert train("before", 1, *dummy).wait() == [0]
     path = next((tmp_path / "before/checkpoints").glob("step-*.pt"))
@@ -137,7 +137,8 @@ def test_a_part_of_a_model_is_trained_on_other_classes_by_two_ranks_and_resumed(
 
 
 @pytest.mark.flags("06_imagenet.py", "--weights")
-def test_weights_of_torchvision_are_downloaded_by_one_rank_and_read_by_all(monkeypatch):
+def test_weights_of_torchvision_are_downloaded_by_one_rank(monkeypatch):
+    """Weights of torchvision are downloaded by one rank and read by all."""
     calls = []
 
     def get_state_dict(self, **options):
@@ -157,7 +158,8 @@ def test_weights_of_torchvision_are_downloaded_by_one_rank_and_read_by_all(monke
         assert calls == ([once, "barrier"] if local_rank == 0 else ["barrier", once])
 
 
-def test_weights_that_torchvision_lacks_or_cannot_download_are_one_line(monkeypatch):
+def test_missing_weights_of_torchvision_are_one_line(monkeypatch):
+    """Weights that torchvision lacks or cannot download are one line."""
     with pytest.raises(
         UserError, match="torchvision has no weights for --arch small_net; name a file"
     ):
@@ -179,7 +181,8 @@ def test_weights_that_torchvision_lacks_or_cannot_download_are_one_line(monkeypa
 
 
 @pytest.mark.parametrize("ours", [ours for pairs in FLAGS.values() for _, ours in pairs])
-def test_flags_that_are_translated_from_other_trainings_are_taken(ours, monkeypatch):
+def test_flags_translated_from_other_trainings_are_taken(ours, monkeypatch):
+    """Flags that are translated from other trainings are taken."""
     monkeypatch.chdir(ROOT)
     words = ours.split()
     source = [] if words and words[0].startswith("data/") else ["data/imagenet"]

@@ -37,12 +37,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ALL_SCRIPTS, SCRIPTS, Parsed, parse
 from imagenet_runs import CLASSES, final, new_folder, parse_06
 from imagenet_runs import script as script_06
 from images import write_images, write_mnist
 from processes import start
 from ranks import Ranks
+from rungs import ALL_SCRIPTS, SCRIPTS, Parsed, parse
 from torchvision.datasets import MNIST
 
 from common import data, folder, models

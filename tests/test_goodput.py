@@ -24,7 +24,8 @@ def test_the_formula_predicts_what_simulated_failures_leave(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_other_interval_is_much_better_than_the_recommended_one(case):
+def test_no_interval_is_much_better_than_the_recommended_one(case):
+    """No other interval is much better than the recommended one."""
     best = max(goodput(case[0] * k / 1000, *case) for k in range(1, 3000))
     assert goodput(daly_interval(*case[:2]), *case) > best - 0.002
     assert goodput(4 * daly_interval(*case[:2]), *case) < best - 0.01 or case[0] > 50 * HOUR
@@ -42,6 +43,7 @@ def test_a_job_that_never_fails_loses_its_checkpoints_only():
     assert simulate(1000, 1e12, 10, 300, work=10_000, seed=0) == pytest.approx(1000 / 1010)
 
 
-def test_a_checkpoint_that_takes_longer_than_machines_live_is_no_plan():
+def test_a_checkpoint_longer_than_machines_live_is_no_plan():
+    """A checkpoint that takes longer than machines live is no plan."""
     assert daly_interval(100, 300) == 100
     assert goodput(100, 100, 300, 0) < 0.02

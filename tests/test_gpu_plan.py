@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, parse
+from processes import ROOT
+from rungs import parse
 
 from common.errors import UserError
 from tools import gpu
@@ -21,7 +22,8 @@ COMMANDS = sorted(
 )
 
 
-def test_the_plan_is_short_and_the_most_valuable_parts_come_first():
+def test_the_plan_is_short_and_begins_with_the_most_valuable():
+    """The plan is short and the most valuable parts come first."""
     for parts in PLANS.values():
         assert [part.name for part in parts][:4] == ["tests", "sync", "resume", "fp16"]
         assert all(60 * part.minutes <= gpu.PART_SECONDS for part in parts)
@@ -101,7 +103,8 @@ def test_what_has_passed_is_recorded_and_not_run_again(machine, capfd):
     assert "done  good" in capfd.readouterr().out
 
 
-def test_a_part_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path):
+def test_a_part_that_takes_too_long_is_killed_with_its_children(tmp_path):
+    """A part that takes too long is killed with all that it started."""
     file = tmp_path / "beats"
     code, output = gpu.execute(
         f"echo begun; (while true; do echo x >> {file}; sleep 0.1; done) & wait", 2, tmp_path

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 from launchers import slurm_step
+from processes import ROOT
 from torch import nn
 from torch.optim.swa_utils import AveragedModel as TorchsAveragedModel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -46,13 +46,15 @@ NCCL2 = (
 
 
 @pytest.mark.parametrize("text", [PROCESS_GROUP_NCCL, NCCL2])
-def test_the_loss_of_a_peer_is_one_line_in_both_nccl_implementations_of_torch(text):
+def test_the_loss_of_a_peer_is_one_line_in_both_kinds_of_nccl(text):
+    """The loss of a peer is one line in both nccl implementations of torch."""
     message = lost_peer(RuntimeError(re.sub("[<>]", "", text)))
     assert message.startswith("lost another rank (") and "\n" not in message
     assert "its own message, or its launcher's, says why" in message
 
 
-def test_the_texts_of_these_errors_are_in_the_installed_libraries():
+def test_these_errors_are_in_the_installed_libraries():
+    """The texts of these errors are in the installed libraries."""
     libraries = [path for path in LIBRARIES if path.exists()]
     if len(libraries) < 2:
         pytest.skip("this torch was built without CUDA")
@@ -116,7 +118,8 @@ class BatchNormAct(nn.BatchNorm2d):
         return super().forward(images).relu()
 
 
-def test_a_batch_norm_that_does_more_is_not_replaced_by_one_that_does_not():
+def test_a_batch_norm_that_does_more_is_not_replaced():
+    """A batch norm that does more is not replaced by one that does not."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), BatchNormAct(4))
     with pytest.raises(
         UserError, match="BatchNormAct may do more than batch norm; leave out --sync-bn"
@@ -185,7 +188,8 @@ def on_one_gpu(**parents):
     return done.stdout + done.stderr
 
 
-def test_two_ranks_on_the_one_gpu_that_torchrun_sees_are_refused_by_name():
+def test_two_ranks_on_one_gpu_are_refused_by_name():
+    """Two ranks on the one gpu that torchrun sees are refused by name."""
     refused = on_one_gpu(CUDA_VISIBLE_DEVICES="0")
     assert (
         "2 processes on this machine, 1 GPU(s) in CUDA_VISIBLE_DEVICES=0: expected a GPU for each"

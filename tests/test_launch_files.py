@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import QUICK, ROOT, need, parse
 from launchers import VARIABLES
-from processes import STARTED, finished, read_until
+from needs import need
+from processes import ROOT, STARTED, finished, read_until
+from rungs import QUICK, parse
 from torch.distributed.run import config_from_args, get_args_parser
 
 from common.distributed import free_port
@@ -139,7 +140,8 @@ def without(name):
         ),
     ],
 )
-def test_sensecore_sh_says_which_variable_is_wrong_and_what_to_do(variables, expected):
+def test_sensecore_sh_says_which_variable_is_wrong(variables, expected):
+    """Sensecore sh says which variable is wrong and what to do."""
     code, out, err = finished(
         sensecore(0, 2, 29500, "06_imagenet.py", "data/imagenet", **variables)
     )
@@ -150,7 +152,8 @@ def test_sensecore_sh_says_which_variable_is_wrong_and_what_to_do(variables, exp
 
 
 @pytest.mark.parametrize("file", ["sensecore.sh", "mpirun.sh"])
-def test_a_launch_file_that_is_given_no_script_says_how_to_give_one(file):
+def test_a_launch_file_without_a_script_says_how_to_give_one(file):
+    """A launch file that is given no script says how to give one."""
     code, out, err = finished(launch(f"launch/{file}"))
     assert (code, out) == (2, "") and len(err.splitlines()) == 1
     assert (
@@ -171,9 +174,8 @@ def mpirun_sh():
 
 
 @pytest.mark.slow
-def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved_when_it_is_asked_to(
-    mpirun_sh, tmp_path
-):
+def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved(mpirun_sh, tmp_path):
+    """Mpirun sh makes one world and ends it with all saved when it is asked to."""
     (tmp_path / "hosts").write_text("# this machine, with two processes\nlocalhost slots=2\n")
     given = [
         "06_imagenet.py",
@@ -348,7 +350,8 @@ def test_a_key_that_is_there_twice_fails_here():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", JOBS)
-def test_the_pods_of_a_job_have_what_they_mount_and_shared_memory(file):
+def test_the_pods_of_a_job_have_mounts_and_shared_memory(file):
+    """The pods of a job have what they mount and shared memory."""
     (job,) = read(file)
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert replicas.keys() == {"Master", "Worker"} and replicas["Master"]["replicas"] == 1
@@ -441,7 +444,8 @@ def test_torchrun_and_the_script_understand_the_command_of_a_pod(file, monkeypat
 
 
 @pytest.mark.parametrize("file", JOBS)
-def test_an_operator_that_sets_no_pet_variables_ends_in_an_error_and_not_in_two_trainings(file):
+def test_an_operator_without_pet_variables_ends_in_an_error(file):
+    """An operator that sets no pet variables ends in an error and not in two trainings."""
     (job,) = read(file)
     old = {k: v for k, v in operator(job, 0, 23456).items() if not k.startswith("PET_")}
     with pytest.raises((ValueError, SystemExit)):

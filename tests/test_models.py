@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torchvision
-from conftest import flags
+from rungs import flags
 from torch.nn import functional as F
 
 from common.errors import UserError
@@ -54,7 +54,8 @@ def test_models_fit_the_channels_and_classes_of_a_dataset(arch, channels, size):
     assert model(torch.rand(2, channels, *size)).shape == (2, 7)
 
 
-def test_the_last_batch_norms_of_small_net_see_one_value_of_each_image():
+def test_the_last_batch_norms_see_one_value_of_each_image():
+    """The last batch norms of small net see one value of each image."""
     model = SmallNet()
     sizes = []
     for layer in model:

@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from processes import ROOT
 
 from common.errors import UserError
 from tools.mutants import faults, reached, sample, trial
@@ -100,7 +100,8 @@ def test_a_sample_depends_on_its_seed_and_takes_every_file():
 # The tests of a fault
 
 
-def test_the_tests_of_a_fault_are_those_that_reach_it_cheapest_first():
+def test_the_tests_of_a_fault_reach_it_cheapest_first():
+    """The tests of a fault are those that reach it cheapest first."""
     record = {
         "tests/test_a.py::dear": entry(50, "code.py::f"),
         "tests/test_a.py::other": entry(1, "code.py::g"),
@@ -120,7 +121,8 @@ def test_the_tests_of_a_fault_are_those_that_reach_it_cheapest_first():
     assert sample.tests_that_reach(elsewhere, record, budget=1000) == []
 
 
-def test_the_sections_of_a_rung_are_compared_with_those_of_its_parent():
+def test_sections_of_a_rung_are_compared_with_its_parents():
+    """The sections of a rung are compared with those of its parent."""
     compares = f"{sample.COMPARES_RUNGS}[04_mnmc_ddp_mp.py]"
     record = {compares: entry(1), "tests/test_ladder.py::dear": entry(50, "03.py::main")}
     rung = SimpleNamespace(file="03_mnmc_ddp_launch.py", function="main")
@@ -138,9 +140,9 @@ def test_lines_belong_to_the_innermost_function_that_runs_them():
 @pytest.mark.slow
 def test_forked_ranks_and_started_processes_are_recorded_too(monkeypatch, tmp_path):
     monkeypatch.setattr(reached, "RECORD", tmp_path / "reached.json")
-    signals = "tests/test_imagenet.py::test_a_signal_that_arrives_while_torch_is_imported"
+    signals = "tests/test_stop.py::test_a_signal_while_torch_is_imported"
     signals += "_asks_for_a_requeue"
-    ranks = "tests/test_imagenet.py::test_dropout_differs_in_every_micro_batch_of_every_rank"
+    ranks = "tests/test_training.py::test_dropout_differs_in_every_micro_batch_of_every_rank"
     reached.main([signals, ranks])
     record = json.loads((tmp_path / "reached.json").read_text())
     assert "imagenet/signals.py::_note" in record[signals]["reaches"]
@@ -157,7 +159,8 @@ def fault_in(root, before, after):
     return next(fault for fault in made if (fault.before, fault.after) == (before, after))
 
 
-def test_a_fault_is_noticed_by_a_test_that_fails_twice_and_passes_without_it(repository, tmp_path):
+def test_a_fault_is_noticed_by_a_test_that_fails_twice(repository, tmp_path):
+    """A fault is noticed by a test that fails twice and passes without it."""
     tests = ["test_broken", "test_by_chance", "test_zero", "test_three", "test_main"]
     record = {f"tests/test_code.py::{name}": entry(1, "code.py::double") for name in tests}
     todo = [

@@ -11,9 +11,9 @@ import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from conftest import ROOT
 from images import write_images
 from PIL import Image
+from processes import ROOT
 from ranks import Ranks
 
 sys.path.insert(0, str(ROOT / "notebooks"))
@@ -156,9 +156,8 @@ def test_a_notebook_says_on_what_was_measured_and_how_often(name, draw):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_holds_the_charts_and_the_numbers_of_now_and_tells_how_to_add_a_machine(
-    name, draw
-):
+def test_a_notebook_holds_the_charts_and_the_numbers_of_now(name, draw):
+    """A notebook holds the charts and the numbers of now and tells how to add a machine."""
     outputs = [output for cell in cells(name) for output in cell["outputs"]]
     assert {output["name"] for output in outputs if output["output_type"] == "stream"} == {
         "stdout"
@@ -178,7 +177,8 @@ def test_a_notebook_holds_the_charts_and_the_numbers_of_now_and_tells_how_to_add
     assert "make charts MACHINE=" in text
 
 
-def test_the_speed_of_a_run_is_the_mean_of_its_epochs_without_the_first():
+def test_the_speed_of_a_run_leaves_out_the_first_epoch():
+    """The speed of a run is the mean of its epochs without the first."""
     run = {"started": "now", "command": "x"}
     epochs = [
         run | {"epoch": k, "images_per_second": speed}
@@ -373,7 +373,8 @@ def test_a_ring_sends_each_part_round_twice():
 
 
 @pytest.mark.parametrize("ring", [step_model.ring_seconds, step_model.shared_ring_seconds])
-def test_the_fit_finds_the_latency_and_the_bandwidth_that_made_the_times(ring):
+def test_the_fit_finds_the_latency_and_the_bandwidth(ring):
+    """The fit finds the latency and the bandwidth that made the times."""
     sizes = [(size, n) for size in (1e3, 1e5, 1e7) for n in (2, 4, 8)]
     assert step_model.fit_ring(
         ring, [(*at, ring(*at, 3e-4, 2e9)) for at in sizes]
@@ -388,7 +389,9 @@ def test_the_fit_finds_the_latency_and_the_bandwidth_that_made_the_times(ring):
 STEP = step_model.Step(ready=(1.0, 2.0, 4.0), buckets=(10, 10, 2), total=4.5)
 
 
-def test_sending_hides_behind_the_backward_pass_but_for_the_last_bucket():
+def test_sending_hides_behind_the_backward_pass():
+    """Sending hides behind the backward pass but for the last bucket."""
+
     def seconds(per_byte, overlap=1.0):
         return step_model.step_seconds(STEP, lambda size: size * per_byte, overlap)
 
@@ -448,6 +451,7 @@ def test_all_wait_for_the_slowest():
 
 
 @pytest.mark.parametrize("name", charts.published()["scaling"])
-def test_the_planning_model_is_within_five_points_of_what_others_published(name):
+def test_the_planning_model_is_within_five_points_of_others(name):
+    """The planning model is within five points of what others published."""
     run = charts.published()["scaling"][name]
     assert abs(step_model.published_efficiency(run) - run["efficiency"]) < 0.05

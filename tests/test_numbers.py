@@ -22,11 +22,11 @@ import psutil
 import pytest
 import torch
 import torchvision
-from conftest import IN_PROCESS, QUICK, flags
 from imagenet_runs import parse_06, script
 from images import write_images
 from PIL import Image
 from ranks import Ranks
+from rungs import IN_PROCESS, QUICK, flags
 from torch.nn.functional import cross_entropy
 
 from common import report

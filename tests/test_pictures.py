@@ -6,8 +6,8 @@ import json
 import re
 
 import pytest
-from conftest import ROOT
 from PIL import Image
+from processes import ROOT
 from ranks import Ranks
 
 from tools.bench import trace
@@ -49,7 +49,8 @@ main()
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-def test_a_picture_is_drawn_by_the_code_as_it_is_now_and_shown_on_a_page(name):
+def test_a_picture_is_drawn_by_the_code_as_it_is_now(name):
+    """A picture is drawn by the code as it is now and shown on a page."""
     source = Image.open(ROOT / f"docs/figures/{name}.png").text["Source"]
     assert source == pictures.fingerprint(), (
         f"docs/figures/{name}.png is stale: python tools/book/pictures.py"
@@ -74,7 +75,8 @@ def test_the_collectives_in_the_picture_are_what_gloo_does(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-def test_the_ring_of_the_picture_adds_up_and_sends_as_much_as_the_model_says(ranks):
+def test_the_ring_of_the_picture_adds_up(ranks):
+    """The ring of the picture adds up and sends as much as the model says."""
     values = pictures.initial_values(ranks)
     rounds, total = pictures.ring_rounds(values), values.sum(axis=0)
     assert (rounds[-1][0] == total).all()
@@ -95,9 +97,10 @@ def test_the_overlap_in_the_picture_is_that_of_the_model():
 
 @pytest.mark.flags("tools/bench/trace.py", "--trace", "--log-file")
 @pytest.mark.slow
-def test_a_trace_shows_the_parts_of_a_step_and_the_share_of_the_all_reduces_that_is_hidden(
+def test_a_trace_shows_the_parts_of_a_step(
     tmp_path,
 ):
+    """A trace shows the parts of a step and the share of the all reduces that is hidden."""
     given = [
         "--trace",
         tmp_path / "trace.json",
@@ -123,6 +126,7 @@ def test_a_trace_shows_the_parts_of_a_step_and_the_share_of_the_all_reduces_that
     assert {"forward", "backward", "optimizer", "gloo:all_reduce"} <= names
 
 
-def test_the_hidden_share_counts_the_time_within_the_backward_pass_alone():
+def test_the_hidden_share_is_within_the_backward_pass_alone():
+    """The hidden share counts the time within the backward pass alone."""
     found = {"backward": [[10, 20]], "all_reduce": [[12, 16], [18, 24]]}
     assert trace.hidden_share(found) == 0.6

@@ -72,7 +72,8 @@ def on_two(hosts, *flags, variables=({}, {}), fake=None):
 
 @pytest.mark.flags("launch/preflight.py", "--json")
 @pytest.mark.slow
-def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by_size(hosts):
+def test_torchrun_on_two_hosts_has_a_verdict_for_each_check(hosts):
+    """Torchrun on two hosts passes with a verdict for each check and times by size."""
     torchrun = [
         "torchrun",
         "--nnodes=2",
@@ -108,7 +109,8 @@ def test_torchrun_on_two_hosts_passes_with_a_verdict_for_each_check_and_times_by
         ("lo", "rank 1 on host2 listens at 127.0.0.1 (lo), which no other machine reaches"),
     ],
 )
-def test_a_wrong_interface_is_named_with_the_line_that_sets_the_right_one(hosts, interface, found):
+def test_a_wrong_interface_is_named_with_the_line_that_mends_it(hosts, interface, found):
+    """A wrong interface is named with the line that sets the right one."""
     code, out, err = on_two(hosts, variables=({}, {"GLOO_SOCKET_IFNAME": interface}))
     assert code == 1 and found in failed(out)["addresses"], out + err
     assert "change this:   export GLOO_SOCKET_IFNAME=eth0  # on host2" in out
@@ -116,7 +118,8 @@ def test_a_wrong_interface_is_named_with_the_line_that_sets_the_right_one(hosts,
 
 
 @pytest.mark.slow
-def test_one_gpu_for_two_ranks_other_versions_other_code_and_a_wrong_clock_are_each_named(hosts):
+def test_a_shared_gpu_versions_code_and_clock_are_each_named(hosts):
+    """One gpu for two ranks other versions other code and a wrong clock are each named."""
     code, out, err = on_two(hosts, fake="gpu,torch,code,clock")
     assert code == 1, err
     assert failed(out) == {
@@ -172,7 +175,8 @@ def srun(slurm, *options, fake=None, **variables):
 
 
 @pytest.mark.slow
-def test_srun_on_two_nodes_passes_and_prints_a_line_for_each_rank(slurm):
+def test_srun_on_two_nodes_prints_a_line_for_each_rank(slurm):
+    """Srun on two nodes passes and prints a line for each rank."""
     code, out, err = srun(slurm)
     assert code == 0 and not failed(out), out + err
     assert list(verdicts(out)) == CHECKS
@@ -271,7 +275,8 @@ def test_a_rank_that_is_there_twice_is_named_with_both_processes():
     )
 
 
-def test_ranks_that_are_missing_are_named_with_what_to_check_on_their_machine():
+def test_missing_ranks_are_named_with_what_to_check():
+    """Ranks that are missing are named with what to check on their machine."""
     check = checks.check_ranks([fact(0), fact(1), fact(3)], 4)
     assert check.verdict == "FAIL" and check.found.startswith("rank 2 of 4 did not answer within ")
     assert check.found.endswith(" s (n0 has ranks 0-1; n1 has rank 3)")
@@ -307,7 +312,9 @@ def test_gpus_on_some_ranks_alone_and_gpus_that_idle_are_told():
     )
 
 
-def test_gpus_that_torch_cannot_use_are_a_failure_unless_they_are_hidden(monkeypatch, tmp_path):
+def test_unusable_gpus_are_a_failure_unless_they_are_hidden(monkeypatch, tmp_path):
+    """Gpus that torch cannot use are a failure unless they are hidden."""
+
     def too_old():
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 11040). Please update it."
@@ -329,7 +336,8 @@ def test_gpus_that_torch_cannot_use_are_a_failure_unless_they_are_hidden(monkeyp
     assert checks.check_devices([facts.facts("python", ALONE)]).verdict == "ok"
 
 
-def test_different_versions_are_a_failure_with_the_command_that_mends_it():
+def test_different_versions_are_a_failure_with_a_command():
+    """Different versions are a failure with the command that mends it."""
     check = checks.check_versions([fact(0), fact(2, torch="2.9.1")])
     assert (check.verdict, check.found) == (
         "FAIL",
@@ -389,7 +397,8 @@ def test_threads_must_fit_the_cores(threads, verdict):
     )
 
 
-def test_tasks_that_are_bound_to_cores_of_their_own_may_use_all_of_them():
+def test_tasks_bound_to_cores_may_use_all_of_them():
+    """Tasks that are bound to cores of their own may use all of them."""
     bound = [fact(0, cores=[0, 1]), fact(1, cores=[2, 3])]
     assert checks.check_threads(bound).verdict == "ok"
 

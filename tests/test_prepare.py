@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import scipy.io
-from conftest import ROOT
 from PIL import Image
+from processes import ROOT
 
 from common.errors import UserError
 from tools import prepare_imagenet as prepare
@@ -53,9 +53,8 @@ def files(folder):
     }
 
 
-def test_class_folders_are_split_by_name_so_that_new_images_move_no_old_ones(
-    flowers, tmp_path, monkeypatch
-):
+def test_class_folders_are_split_by_name(flowers, tmp_path, monkeypatch):
+    """Class folders are split by name so that new images move no old ones."""
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
     before = files(tmp_path / "a")
     assert len(before) == 40 and {name.split("/")[0] for name in before} == {"train", "val"}
@@ -90,9 +89,8 @@ def test_two_images_of_one_name_are_refused(flowers, tmp_path, monkeypatch):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_small_share_still_leaves_every_class_an_image_for_validation(
-    flowers, tmp_path, monkeypatch
-):
+def test_a_small_share_leaves_every_class_a_validation_image(flowers, tmp_path, monkeypatch):
+    """A small share still leaves every class an image for validation."""
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.0001)
     assert sorted(
         name.split("/")[:2] for name in files(tmp_path / "a") if name.startswith("val")
@@ -102,9 +100,8 @@ def test_a_small_share_still_leaves_every_class_an_image_for_validation(
     ]
 
 
-def test_new_images_of_a_class_with_one_validation_image_do_not_move_it(
-    flowers, tmp_path, monkeypatch
-):
+def test_new_images_do_not_move_an_only_validation_image(flowers, tmp_path, monkeypatch):
+    """New images of a class with one validation image do not move it."""
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.0001)
     before = files(tmp_path / "a")
     for k in range(100, 140):  # the hash of some of these names is lower
@@ -115,9 +112,8 @@ def test_new_images_of_a_class_with_one_validation_image_do_not_move_it(
 
 
 @pytest.mark.flags("tools/prepare_imagenet.py", "--short-side")
-def test_large_images_are_resized_on_their_short_side_and_small_ones_kept(
-    flowers, tmp_path, monkeypatch
-):
+def test_large_images_are_resized_on_their_short_side(flowers, tmp_path, monkeypatch):
+    """Large images are resized on their short side and small ones kept."""
     (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))
     (flowers / "rose/small.png").write_bytes(photo((20, 10), kind="PNG"))
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25, "--short-side", 50)
@@ -364,7 +360,8 @@ def test_archives_that_do_not_belong_together_are_refused(archives, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_no_half_image_and_the_same_command_completes_it(flowers, tmp_path):
+def test_a_killed_preparation_leaves_no_half_image(flowers, tmp_path):
+    """A killed run leaves no half image and the same command completes it."""
     for k in range(300):
         (flowers / f"rose/large{k}.jpg").write_bytes(photo((300, 300), seed=k))
     command = [

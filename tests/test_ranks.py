@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from processes import ROOT
 
 from common.errors import UserError
 from tools.bench import ranks

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import flags
+from rungs import flags
 
 from common import report as report_module
 from common.console import Console, host_lines
@@ -121,9 +121,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_a_progress_bar_beside_the_lines_and_a_file_shows_lines_alone(
-    clock, monkeypatch
-):
+def test_a_terminal_shows_a_progress_bar_and_a_file_does_not(clock, monkeypatch):
+    """A terminal shows a progress bar beside the lines and a file shows lines alone."""
     for output, has_bar in ((Terminal(), True), (io.StringIO(), False)):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", output)
@@ -143,7 +142,8 @@ def test_other_ranks_show_no_progress_bar(clock, monkeypatch):
     assert output.getvalue() == ""
 
 
-def test_warm_up_steps_count_in_seconds_but_not_in_images_per_second(clock):
+def test_warm_up_steps_do_not_count_in_images_per_second(clock):
+    """Warm up steps count in seconds but not in images per second."""
     report = make()
     train_epoch(
         report, clock, steps=100, wait=0.0, seconds_of_step=lambda k: 10.0 if k <= 5 else 0.1
@@ -237,7 +237,8 @@ def test_every_host_has_a_line_with_its_ranks_and_devices():
     ]
 
 
-def test_a_host_has_two_lines_if_its_devices_differ_and_each_rank_has_its_own():
+def test_a_host_has_two_lines_if_its_devices_differ():
+    """A host has two lines if its devices differ and each rank has its own."""
     alone = torch.device("cuda", 0)  # a task that sees only its own GPU
     lines = host_lines([("a", alone, "NVIDIA H100", 1)] * 2 + [("a", alone, "Tesla T4", 1)])
     assert lines == [

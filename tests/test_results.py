@@ -6,7 +6,7 @@ import re
 import statistics
 import sys
 
-from conftest import ROOT
+from processes import ROOT
 
 sys.path.insert(0, str(ROOT / "notebooks"))
 
@@ -17,7 +17,8 @@ from tools.lab import drill
 from tools.records import published, read, records, select
 
 
-def test_cifar10_is_recorded_within_a_point_and_a_half_of_the_published_run():
+def test_cifar10_is_recorded_close_to_the_published_run():
+    """Cifar10 is recorded within a point and a half of the published run."""
     for epoch, theirs in ((1, 39.2), (5, 65.1)):
         accuracies = [
             r["train_acc"] for r in select(records("accuracy"), world_size=1, epoch=epoch)
@@ -58,7 +59,8 @@ def test_shapes_is_recorded_above_90_percent_after_five_epochs():
     assert runs and all(r["test_acc"] > 90 for r in runs if r["epoch"] == 5)
 
 
-def test_06_is_recorded_at_the_speed_of_the_bare_step_and_its_loader_faster_than_the_classic_one():
+def test_06_is_recorded_at_the_speed_of_the_bare_step():
+    """06 is recorded at the speed of the bare step and its loader faster than the classic one."""
     runs = {}
     for r in records("train"):
         key = r["device"], r["command"], r["image_size"]
@@ -77,14 +79,16 @@ def test_06_is_recorded_at_the_speed_of_the_bare_step_and_its_loader_faster_than
     assert any(size == 224 for _, _, size in runs)
 
 
-def test_06_is_recorded_above_60_percent_on_cifar10_and_with_a_falling_loss_on_imagenet():
+def test_06_is_recorded_above_60_percent_on_cifar10():
+    """06 is recorded above 60 percent on cifar10 and with a falling loss on imagenet."""
     runs = records("imagenet")
     assert max(r["test_acc"] for r in runs if r["dataset"] == "data/cifar10") > 60
     losses = [r["train_loss"] for r in runs if r["dataset"] == "data/imagenet-mini"]
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_no_drill_is_recorded_that_failed_or_lost_more_than_it_may():
+def test_no_recorded_drill_failed_or_lost_more_than_it_may():
+    """No drill is recorded that failed or lost more than it may."""
     runs = {r["drill"]: r for r in records("drill")}
     assert set(runs) == set(drill.DRILLS)
     for name, r in runs.items():
@@ -95,7 +99,8 @@ def test_no_drill_is_recorded_that_failed_or_lost_more_than_it_may():
     assert runs["kills"]["kills"] >= 20 and runs["join"]["steps_lost"] == 0
 
 
-def test_the_input_pipeline_is_recorded_as_fast_as_the_step_allows():
+def test_the_recorded_input_is_as_fast_as_the_step_allows():
+    """The input pipeline is recorded as fast as the step allows."""
     runs = [r for r in records("input") if r["device"] == "cpu"]
 
     def ratio(data_dir, ours, other):

@@ -13,10 +13,11 @@ import psutil
 import pytest
 import torch
 import torchvision
-from conftest import IN_PROCESS, QUICK, ROOT, flags, needs_gpu, needs_gpus
 from images import write_images
+from needs import needs_gpu, needs_gpus
 from PIL import Image
-from processes import read_until, start
+from processes import ROOT, read_until, start
+from rungs import IN_PROCESS, QUICK, flags
 
 from common.data import build_datasets
 from common.models import SmallNet
@@ -30,9 +31,8 @@ def losses(out):
 
 
 @pytest.mark.flags("01 to 05", "--lr", "--log-file", "--save")
-def test_a_first_run_sees_loss_fall_and_test_accuracy_rise_and_needs_no_network(
-    run, tmp_path, monkeypatch
-):
+def test_a_first_run_sees_loss_fall_and_test_accuracy_rise(run, tmp_path, monkeypatch):
+    """A first run sees loss fall and test accuracy rise and needs no network."""
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(
             f"socket.socket.{name}", lambda *_: pytest.fail("it asked for the network")
@@ -101,9 +101,8 @@ def test_one_seed_gives_one_result_and_another_seed_another(run, small_folder):
 
 @pytest.mark.flags("01 to 05", "--seed", "--epochs")
 @pytest.mark.parametrize("script", IN_PROCESS)
-def test_the_order_of_images_begins_as_distributed_samplers_and_then_changes(
-    run, small_folder, monkeypatch, script
-):
+def test_the_order_of_images_begins_as_distributed_samplers(run, small_folder, monkeypatch, script):
+    """The order of images begins as distributed samplers and then changes."""
     seen = []
 
     def remember(self, indices):
@@ -134,7 +133,8 @@ def test_a_last_batch_of_one_image_trains_nothing(run, tmp_path, script):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="exact on a CPU only")
-def test_dataparallel_without_gpus_trains_exactly_as_01_and_says_so(run, small_folder, tmp_path):
+def test_dataparallel_without_gpus_trains_exactly_as_01(run, small_folder, tmp_path):
+    """Dataparallel without gpus trains exactly as 01 and says so."""
     given = [*QUICK, small_folder, "--epochs", 2, "--save"]
     plain = run("01_snsc.py", *given, tmp_path / "01.pt")
     parallel = run("02_snmc_dp.py", *given, tmp_path / "02.pt")
@@ -236,7 +236,8 @@ def test_01_trains_as_a_plain_pytorch_loop(run, tmp_path):
 
 
 @pytest.mark.flags("01 to 05", "--lr-scaling")
-def test_the_learning_rate_follows_the_batch_size_unless_told_not_to(run, small_folder):
+def test_the_learning_rate_follows_the_batch_size(run, small_folder):
+    """The learning rate follows the batch size unless told not to."""
     assert "lr 0.01 -> 0.0003125" in run("01_snsc.py", *QUICK, small_folder).out
     assert "lr 0.01 -> 0.01" in run("01_snsc.py", *QUICK, small_folder, "--lr-scaling", "none").out
 

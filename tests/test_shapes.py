@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import flags
+from rungs import flags
 from torch import nn
 
 from common import shapes
@@ -91,7 +91,8 @@ def test_colours_alone_do_not_give_the_class_away(drawn):
 
 
 @pytest.mark.slow
-def test_a_linear_classifier_of_the_raw_pixels_stays_under_60_percent(drawn):
+def test_a_linear_classifier_stays_under_60_percent(drawn):
+    """A linear classifier of the raw pixels stays under 60 percent."""
     images, labels = drawn
     assert accuracy_of_probe(images.flatten(1), labels, hidden=False) < 60
 

@@ -11,7 +11,8 @@ from html.parser import HTMLParser
 from urllib.parse import quote, unquote
 
 import pytest
-from conftest import ROOT, need
+from needs import need
+from processes import ROOT
 
 from tools.book.pages import chinese_page, notebooks, pages
 
@@ -101,7 +102,8 @@ NOTEBOOKS = [
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_page_has_an_error_a_broken_picture_or_sideways_scrolling(site, tab, width):
+def test_no_page_has_an_error_or_a_broken_picture(site, tab, width):
+    """No page has an error a broken picture or sideways scrolling."""
     page, found = tab(width), []
     shown = [
         *BOOK,
@@ -244,7 +246,8 @@ def test_the_language_switch_stays_on_the_page(site, tab, name):
     assert page.url.endswith(f"{site}/{name}.html") and page.get_attribute("html", "lang") == "en"
 
 
-def test_the_theme_switch_makes_the_page_dark_and_it_stays_dark_on_the_next_page(site, tab):
+def test_the_theme_switch_makes_the_page_dark(site, tab):
+    """The theme switch makes the page dark and it stays dark on the next page."""
     page = tab(color_scheme="light")
     go(page, site, "docs/README.html")
     colour = "getComputedStyle(document.body).backgroundColor"
@@ -307,7 +310,8 @@ def test_the_site_shows_chinese_charts(site):
     assert shown == (ROOT / "docs/figures/zh/ranks.png").read_bytes()
 
 
-def test_the_notebooks_of_the_chinese_site_have_chinese_words_and_charts(site):
+def test_the_notebooks_of_the_chinese_site_are_chinese(site):
+    """The notebooks of the chinese site have chinese words and charts."""
     for path in notebooks():
         text = (site / f"zh/notebooks/{path.stem}.html").read_text()
         heading = re.search(r"^# (.+)$", chinese_page(path).read_text(), re.M)[1]

@@ -4,9 +4,11 @@ import re
 import shutil
 
 import pytest
-from conftest import QUICK, ROOT, TRAIN, need
 from images import write_mnist
-from processes import finished, read_until
+from launchers import TRAIN
+from needs import need
+from processes import ROOT, finished, read_until
+from rungs import QUICK
 
 from tools.lab.slurm_cluster import wait_until
 
@@ -31,7 +33,8 @@ def ranks(text):
 # srun
 
 
-def test_srun_starts_05_on_two_machines_by_the_command_of_the_docstring(slurm, small_folder):
+def test_srun_starts_05_by_the_command_of_the_docstring(slurm, small_folder):
+    """Srun starts 05 on two machines by the command of the docstring."""
     text = (ROOT / "05_mnmc_ddp_slurm.py").read_text()
     command = next(line for line in text.splitlines() if "srun --nodes=2" in line).split()
     end = slurm.run(*command, *QUICK, small_folder, "--epochs", 2)
@@ -90,7 +93,8 @@ def holding(copy):
 
 
 @pytest.mark.slow
-def test_two_steps_of_a_job_run_side_by_side_on_other_machines_than_its_first(slurm, holding):
+def test_two_steps_of_a_job_run_side_by_side(slurm, holding):
+    """Two steps of a job run side by side on other machines than its first."""
     step = "srun -N1 -n2 -w {} python train.py"
     lines = f"cd {holding}; {step.format('n02')} & {step.format('n03')} & wait -n && wait -n"
     job = slurm.sbatch(batch(holding, lines, options="-N3 --ntasks-per-node=2 -w n01,n02,n03"))
@@ -204,7 +208,8 @@ def test_an_sbatch_file_trains_as_it_stands(slurm, file, tmp_path, small_folder)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [file for file in SBATCH if file != "05_mnist_cpu.sbatch"])
-def test_the_lines_for_gpus_give_every_process_the_gpus_of_its_machine(slurm, file, tmp_path):
+def test_the_lines_for_gpus_give_every_process_its_gpus(slurm, file, tmp_path):
+    """The lines for gpus give every process the gpus of its machine."""
     text = (ROOT / "launch/slurm" / file).read_text()
     enabled = text.replace("# SBATCH --gpus", "#SBATCH --gpus").replace(
         "# module load", f"export PYTHONPATH={tmp_path} #"

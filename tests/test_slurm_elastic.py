@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import ROOT
+from processes import ROOT
 
 from tools.lab.slurm_cluster import wait_until
 
@@ -106,9 +106,8 @@ def soon(run_time):
 
 
 @pytest.mark.slow
-def test_a_job_that_is_preempted_out_of_time_and_requeued_goes_on_each_time_and_ends(
-    slurm, tmp_path, preempt
-):
+def test_a_preempted_and_requeued_job_goes_on_each_time(slurm, tmp_path, preempt):
+    """A job that is preempted out of time and requeued goes on each time and ends."""
     job = Job(slurm, tmp_path, ROOT / "launch/slurm/06_srun.sbatch", ["--partition=low"])
     preempt()
     job.restart()
@@ -127,7 +126,8 @@ def test_a_job_that_is_preempted_out_of_time_and_requeued_goes_on_each_time_and_
 
 
 @pytest.mark.slow
-def test_a_job_that_is_asked_to_save_goes_on_and_one_that_is_cancelled_does_not(slurm, tmp_path):
+def test_a_job_asked_to_save_goes_on_unless_it_is_cancelled(slurm, tmp_path):
+    """A job that is asked to save goes on and one that is cancelled does not."""
     job = Job(slurm, tmp_path, ROOT / "launch/slurm/06_srun.sbatch")
     slurm.run("scancel", "--signal=USR1", job.id)
     job.restart()
@@ -140,9 +140,7 @@ def test_a_job_that_is_asked_to_save_goes_on_and_one_that_is_cancelled_does_not(
 
 
 @pytest.mark.slow
-def test_torchruns_in_a_job_save_and_go_on_whoever_is_told_that_they_must_end(
-    slurm, tmp_path, preempt
-):
+def test_torchruns_in_a_job_save_and_go_on(slurm, tmp_path, preempt):
     """The shell by USR1, or, in a job that wants no such signal, torchrun by TERM."""
     text = (ROOT / "launch/slurm/06_torchrun.sbatch").read_text()
     file = tmp_path / "job.sbatch"

@@ -5,7 +5,7 @@ import socket
 import sys
 
 import pytest
-from conftest import ROOT
+from processes import ROOT
 
 from common.distributed import free_port
 from launch import store
@@ -31,7 +31,8 @@ def test_a_port_that_does_not_exist_is_refused(monkeypatch, port):
 
 
 @pytest.mark.parametrize("dual", [True, False])
-def test_both_kinds_of_addresses_are_bound_where_the_machine_has_both(monkeypatch, dual):
+def test_both_kinds_of_addresses_are_bound_where_there_are_both(monkeypatch, dual):
+    """Both kinds of addresses are bound where the machine has both."""
     if dual and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has IPv4 alone")
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: dual)

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import needs_gpu
+from needs import needs_gpu
 from torch import nn
 
 from common.distributed import cleaned_up, free_port
@@ -101,7 +101,8 @@ def synced(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_synchronised_batch_norm_is_batch_norm_over_the_images_of_all_ranks(synced, case):
+def test_sync_bn_is_batch_norm_over_the_images_of_all_ranks(synced, case):
+    """Synchronised batch norm is batch norm over the images of all ranks."""
     images, gradients = batches(case)
     expected, state = train_and_test(norm_for(case), torch.cat(images), torch.cat(gradients))
     told = [synced[rank][case][0] for rank in range(3)]
@@ -117,7 +118,8 @@ def test_synchronised_batch_norm_is_batch_norm_over_the_images_of_all_ranks(sync
             torch.testing.assert_close(synced[rank][case][1][name], want, rtol=1e-5, atol=1e-5)
 
 
-def test_conversion_keeps_weights_statistics_settings_and_all_that_is_no_batch_norm():
+def test_conversion_keeps_all_but_the_kind_of_batch_norm():
+    """Conversion keeps weights statistics settings and all that is no batch norm."""
     net = nn.Sequential(
         nn.Conv2d(3, CHANNELS, 1),
         nn.Sequential(norm_for("even"), nn.ReLU()),

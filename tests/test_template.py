@@ -11,8 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
-from processes import without_gloo
+from processes import ROOT, without_gloo
 from ranks import Ranks
 from torch.nn.functional import cross_entropy
 
@@ -80,7 +79,8 @@ FLAGS = ["train.py", "--epochs", 3, "--batch-size", 500]
 
 
 @pytest.mark.flags("template/train.py", "--resume", "--checkpoints", "--epochs")
-def test_two_processes_train_the_same_as_one_which_goes_on_for_more_epochs(project, one, two):
+def test_two_processes_train_the_same_as_one(project, one, two):
+    """Two processes train the same as one which goes on for more epochs."""
     (one, checkpoints), (two, checkpoints_of_two) = one, two
     assert len(one) == 4 and re.match(
         r"epoch 1/3: train loss [\d.]+, accuracy [\d.]+% \| validation loss", one[0]

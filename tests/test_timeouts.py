@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SCRIPTS
 from imagenet_runs import SMALL_06, parse_06, script
 from launchers import by_hand, slurm_step
+from processes import ROOT
 from ranks import Ranks
+from rungs import SCRIPTS
 
 from common import distributed
 from common.distributed import free_port, setup_distributed

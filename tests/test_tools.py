@@ -9,9 +9,9 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, need
 from images import write_images
-from processes import start
+from needs import need
+from processes import ROOT, start
 
 from tools import steps
 from tools.bench import ddp as bench_ddp
@@ -67,7 +67,9 @@ def clone(tmp_path):
     return tmp_path
 
 
-def test_make_installs_once_and_again_when_the_requirements_change(clone):
+def test_make_installs_again_when_the_requirements_change(clone):
+    """Make installs once and again when the requirements change."""
+
     def plan():
         return make("--dry-run", "demo", "test", cwd=clone).stdout
 
@@ -225,7 +227,8 @@ def test_a_benchmark_of_too_few_steps_says_so(small_folder):
 
 @pytest.mark.flags("tools/bench/ddp.py", "--launches", "--repeats", "--log-file")
 @pytest.mark.slow
-def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path):
+def test_the_ddp_benchmark_tells_efficiency_and_launches(tmp_path):
+    """The ddp benchmark tells efficiency communication and launches."""
     log = tmp_path / "bench.jsonl"
     given = [
         "--arch",
@@ -265,7 +268,8 @@ def test_the_ddp_benchmark_tells_efficiency_communication_and_launches(tmp_path)
 @pytest.mark.flags("tools/bench/finetune.py", "--data-dir", "--tuning-epochs", "--images")
 @pytest.mark.flags("tools/bench/finetune.py", "--repeats", "--log-file")
 @pytest.mark.slow
-def test_the_finetune_benchmark_trains_in_three_ways_on_the_other_half_of_the_classes(tmp_path):
+def test_the_finetune_benchmark_trains_in_three_ways(tmp_path):
+    """The finetune benchmark trains in three ways on the other half of the classes."""
     for split in ("train", "val"):
         write_images(tmp_path, split, (32, 32), ("a", "b", "c", "d"), 40)
     given = [
@@ -326,7 +330,8 @@ def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_pa
     assert f"ratio {speeds['our loader'] / speeds['classic loader']:.2f} (" in out
 
 
-def test_a_checkpoint_costs_what_it_adds_to_the_steps_between_two():
+def test_a_checkpoint_costs_what_it_adds_to_the_steps():
+    """A checkpoint costs what it adds to the steps between two."""
     # 10 images a step: 1 s without, 1.05 s with a checkpoint every 10 steps. So one takes 0.5 s, of
     # 100 s.
     saving = {"every": 10, "batch_size": 10, "images_per_second": 10 / 1.05}
@@ -379,7 +384,8 @@ def test_the_rendezvous_benchmark_compares_ours_with_torchs_own(
 
 @pytest.mark.flags("tools/bench/rendezvous.py", "--names", "--ranks", "--start", "--log-file")
 @pytest.mark.slow
-def test_64_ranks_rendezvous_where_the_name_server_does_not_answer(tmp_path):
+def test_64_ranks_meet_where_the_name_server_does_not_answer(tmp_path):
+    """64 ranks rendezvous where the name server does not answer."""
     need(bench_rendezvous.missing())
     log = tmp_path / "rendezvous.jsonl"
     given = ["--names", "slow", "--ranks", 64, "--start", 0, "--repeats", 1, "--log-file", log]

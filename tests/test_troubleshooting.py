@@ -24,9 +24,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, need
 from launchers import meet, slurm_step, torchrun
-from processes import start
+from needs import need
+from processes import ROOT, start
 from torch import nn
 from torch.utils.data import DistributedSampler
 from torchvision.transforms import v2
@@ -126,7 +126,8 @@ def raised(*functions):
 
 
 @pytest.mark.slow
-def test_every_case_has_an_entry_that_is_provoked_or_says_why_not():
+def test_every_entry_is_provoked_or_says_why_not():
+    """Every case has an entry that is provoked or says why not."""
     assert set(CASES) <= set(ENTRIES)
     for number, entry in ENTRIES.items():
         assert bool(entry.provoked) == (number in PROVOKED), f"entry {number}"
@@ -137,7 +138,8 @@ def test_every_case_has_an_entry_that_is_provoked_or_says_why_not():
 
 
 @pytest.mark.slow
-def test_every_test_that_an_entry_names_exists_and_every_provoked_entry_names_its_own():
+def test_every_entry_names_tests_that_exist():
+    """Every test that an entry names exists and every provoked entry names its own."""
     exist = set(
         re.findall(
             r"^def (test_\w+)", "".join(p.read_text() for p in ROOT.glob("tests/test_*.py")), re.M
@@ -154,7 +156,7 @@ def test_the_index_leads_to_every_entry():
     assert {int(n) for n in re.findall(r"\| \[(\d+)\]\(#\1-", index)} == set(ENTRIES)
 
 
-def test_a_text_that_needs_a_gpu_is_one_of_the_installed_libraries():
+def test_a_text_that_needs_a_gpu_is_in_an_installed_library():
     """Its fixed parts, at least, as they stand in the code."""
     site = Path(torch.__file__).parent
     files = [
@@ -249,13 +251,15 @@ def provoked(tmp_path_factory):
 
 @pytest.mark.slow
 @provokes(1)
-def test_a_rank_that_does_not_come_is_reported_by_those_that_wait(provoked):
+def test_a_missing_rank_is_reported_by_those_that_wait(provoked):
+    """A rank that does not come is reported by those that wait."""
     return provoked["a rank does not come"]
 
 
 @pytest.mark.slow
 @provokes(2)
-def test_collectives_that_differ_are_told_apart_by_the_debug_level(provoked):
+def test_different_collectives_are_told_by_the_debug_level(provoked):
+    """Collectives that differ are told apart by the debug level."""
     return provoked["rank 0 alone evaluates"]
 
 
@@ -270,7 +274,8 @@ def test_torchrun_says_what_is_wrong_with_a_job(provoked):
 
 
 @pytest.mark.slow
-def test_a_local_count_over_the_global_size_is_half_the_accuracy_on_two_ranks(provoked):
+def test_a_local_count_over_the_global_size_is_half_the_accuracy(provoked):
+    """A local count over the global size is half the accuracy on two ranks."""
     text = provoked["local over global"]
     assert (
         text.count("accuracy of rank") == 2
@@ -427,9 +432,8 @@ def test_what_cannot_be_spawned_or_forked_says_so(provoked, tmp_path):
 
 
 @provokes(3)
-def test_a_script_that_spawns_is_refused_in_a_step_of_several_tasks(
-    environment, monkeypatch, capsys
-):
+def test_a_script_that_spawns_is_refused_in_a_step_of_tasks(environment, monkeypatch, capsys):
+    """A script that spawns is refused in a step of several tasks."""
     environment(SLURM_STEP_NUM_TASKS=2)
     monkeypatch.setattr(sys, "argv", ["04_mnmc_ddp_mp.py"])
     with pytest.raises(SystemExit):
@@ -458,7 +462,8 @@ def test_a_rank_that_is_there_twice_is_named_with_the_way_out():
 
 
 @provokes(6)
-def test_a_port_that_is_taken_is_an_error_of_torch_and_a_hint_of_ours():
+def test_a_taken_port_is_an_error_of_torch_and_a_hint_of_ours():
+    """A port that is taken is an error of torch and a hint of ours."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     url = f"tcp://127.0.0.1:{store.port}"
     plain = functools.partial(
@@ -476,7 +481,8 @@ def test_more_processes_than_gpus_are_refused_by_name(environment, gpus, monkeyp
 
 
 @provokes(15)
-def test_a_checkpoint_of_a_gpu_is_loaded_where_it_was_unless_told_otherwise(tmp_path, monkeypatch):
+def test_a_checkpoint_of_a_gpu_is_loaded_where_it_was(tmp_path, monkeypatch):
+    """A checkpoint of a gpu is loaded where it was unless told otherwise."""
     need_no_gpu()
     with monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
@@ -570,7 +576,8 @@ def test_a_name_that_does_not_resolve_is_named(quick):
 # What is no error, and wrong all the same
 
 
-def test_distributed_sampler_repeats_images_and_the_range_of_03_does_not():
+def test_distributed_sampler_repeats_images_and_03_does_not():
+    """Distributed sampler repeats images and the range of 03 does not."""
     images, ranks = range(1003), 64
     padded = [
         i for rank in range(ranks) for i in DistributedSampler(images, ranks, rank, shuffle=False)

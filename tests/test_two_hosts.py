@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import on_hosts
 import pytest
 import torch
-from conftest import QUICK, ROOT, need
 from images import write_images
-from processes import finished, without_gloo
+from needs import need
+from processes import ROOT, finished, without_gloo
 from ranks import Ranks
+from rungs import QUICK
 
 from imagenet.checkpoint_file import decode, read_file
 from tools.lab import hosts as hosts_module

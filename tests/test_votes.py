@@ -100,9 +100,8 @@ def votes(alone):
         (1.0, 30, 1),
     ],
 )
-def test_a_vote_costs_a_hundredth_of_a_step_unless_a_wish_would_wait_too_long(
-    votes, monkeypatch, vote, step, every
-):
+def test_a_vote_costs_a_hundredth_of_a_step(votes, monkeypatch, vote, step, every):
+    """A vote costs a hundredth of a step unless a wish would wait too long."""
     now = [0.0]
     monkeypatch.setattr(votes_module.time, "perf_counter", lambda: now[0])
     votes.seconds = vote

@@ -103,3 +103,25 @@ def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job
     for thread in threads:
         thread.join(60)
     return results
+
+
+# A script that runs beside a copy of distributed.py, under any launcher.
+TRAIN = """\
+import os
+import torch
+from distributed import cleaned_up, setup_distributed, sum_over_ranks
+
+@cleaned_up()
+def main():
+    d = setup_distributed()
+    total = sum_over_ranks(torch.tensor(d.rank + 1, device=d.device))
+    # Other code reads them from the environment.
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    ranks = [d.rank, d.world_size, d.local_rank, d.local_world_size]
+    assert [int(os.environ[name]) for name in names] == ranks
+    assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+    place = f"{d.rank} of {d.world_size}, {d.local_rank} of {d.local_world_size}"
+    print(f"{d.launcher} {place}, sum {total}\\n", end="")
+
+main()
+"""

@@ -1,0 +1,26 @@
+"""What a test needs, and how it is skipped where that is missing."""
+
+import os
+
+import pytest
+import torch
+
+
+def needs_gpu(test):
+    return pytest.mark.gpu(
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test)
+    )
+
+
+def needs_gpus(test):
+    return pytest.mark.gpu(
+        pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")(test)
+    )
+
+
+def need(missing):
+    """Skip a test for what is missing, except where all tests must run."""
+    if missing and os.environ.get("RUN_ALL_TESTS"):
+        pytest.fail(missing)
+    if missing:
+        pytest.skip(missing)

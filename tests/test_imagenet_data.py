@@ -1,0 +1,150 @@
+"""The images of 06: folders, crops, damaged files."""
+
+import time
+
+import pytest
+import torch
+import torchvision
+from imagenet_runs import parse_06
+from images import cut_off, write_images
+from PIL import Image
+
+from common.errors import UserError
+from common.images import list_images
+from imagenet import datasets, loader
+from imagenet.datasets import IGNORED, Images, build_datasets, find_folders
+from imagenet.loader import build_normalize
+
+
+@pytest.fixture
+def damaged_folder(tmp_path):
+    """A folder of 240 images, of which one to train on and one to test on are cut off."""
+    for split in ("train", "val"):
+        write_images(tmp_path / "images", split, (40, 44), per_class=60, suffix=".jpg")
+        cut_off(tmp_path / "images" / split / "cat/007.jpg")
+    return tmp_path / "images"
+
+
+def test_a_damaged_image_is_named_once_and_too_many_end_the_run(train, damaged_folder):
+    """A damaged image is named once and replaced and too many end the run."""
+    options = [damaged_folder, "--batch-size", 60, "--epochs", 2]
+    ranks = train("run", 2, *options)
+    assert ranks.wait() == [0, 0], ranks.output()
+    output = ranks.output(0) + ranks.output(1)
+    for split in ("train", "val"):
+        assert output.count(f"damaged, left out: {damaged_folder}/{split}/cat/007.jpg") == 1
+    assert "| 119 images" in output and "2 classes" in output
+    cut_off(damaged_folder / "train/dog/000.jpg")
+    ranks = train("again", 2, *options)
+    assert ranks.wait() == [2, 2]
+    assert (
+        "2 of 120 images are damaged, for example " in ranks.output()
+        and "expected at most 1%" in ranks.output()
+    )
+
+
+class Paths(list):
+    """The paths of images as a dataset."""
+
+    paths = property(lambda self: self)
+
+
+def test_one_image_in_a_hundred_may_be_damaged(alone):
+    damaged = loader.DamagedImages(Paths(f"{k}.jpg" for k in range(100)), alone)
+    damaged.add(torch.tensor([7]))
+    damaged.sync()
+    damaged.add(torch.tensor([5]))
+    with pytest.raises(
+        UserError, match=r"^2 of 100 images are damaged, for example 5\.jpg: expected at most 1%"
+    ):
+        damaged.sync()
+
+
+@pytest.mark.flags("06_imagenet.py", "--val-path")
+def test_validation_images_lie_beside_or_where_val_path_says(one_each, tmp_path):
+    """Validation images lie beside the training images or where val path says."""
+    write_images(tmp_path, "test", (40, 44), ["a", "b"], 1)
+    train, val = str(one_each / "train"), str(one_each / "val")
+    assert find_folders(str(one_each), None) == (train, val)
+    assert find_folders(str(one_each), str(tmp_path / "test")) == (train, str(tmp_path / "test"))
+    assert find_folders(train, val) == (train, val)
+    with pytest.raises(UserError, match=r"class 00 is only in .*expected the same classes in"):
+        build_datasets(parse_06(one_each, "--val-path", tmp_path / "test"))
+
+
+def test_a_crop_depends_on_seed_epoch_and_image_alone(one_each):
+    first, second = Images(one_each / "train", 32, seed=0), Images(one_each / "train", 32, seed=1)
+    images, targets, damaged = first.__getitems__([(0, 3), (1, 3), (0, 5)])
+    assert torch.equal(first.__getitems__([(0, 5)])[0][0], images[2]) and targets.tolist() == [
+        3,
+        3,
+        5,
+    ]
+    assert not torch.equal(images[0], images[1]), "another one in each epoch"
+    assert not torch.equal(second.__getitems__([(0, 3)])[0][0], images[0])
+    assert len(damaged) == 0 and images.dtype == torch.uint8
+
+
+def test_validation_images_are_as_torchvisions_published_ones(large_folder):
+    """A validation image is prepared as torchvisions published weights expect."""
+    images = Images(large_folder / "val", 224)
+    prepared = build_normalize(False, torch.device("cpu"))(
+        images.__getitems__([(0, k) for k in range(8)])[0]
+    )
+    preset = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
+    expected = torch.stack([preset(Image.open(path)) for path in images.paths])
+    # Levels of 0 to 255 are rounded here before they are normalized; Pillow resizes with a rounding
+    # of its own.
+    assert (prepared - expected).abs().max() < 2.5 / 255 / 0.22
+
+
+def test_a_damaged_image_is_replaced_in_training_alone(
+    damaged_folder,
+):
+    """A damaged image is replaced by the next one with its own target but not in evaluation."""
+    root = damaged_folder / "train"
+    train_set, val_set = Images(root, 32, seed=0), Images(root, 32)
+    index = train_set.paths.index(str(root / "cat/007.jpg"))
+    cut_off(root / "cat/059.jpg")  # the last of its class
+    images, targets, damaged = train_set.__getitems__([(0, index), (0, 59), (0, 3)])
+    assert (
+        targets.tolist() == [0, 1, 0]
+        and damaged.tolist() == [index, 59]
+        and images.flatten(1).any(dim=1).all()
+    )
+    images, targets, damaged = val_set.__getitems__([(0, index), (0, 3)])
+    assert targets.tolist() == [IGNORED, 0] and damaged.tolist() == [index]
+
+
+def test_a_folder_or_a_class_without_images_is_named(tmp_path):
+    """A folder without classes and a class without images are named."""
+    (tmp_path / "train").mkdir()
+    with pytest.raises(UserError, match=r"train has no class folders: expected .*train/CLASS/\*"):
+        list_images(tmp_path / "train")
+    write_images(tmp_path, "val", (8, 8), per_class=1)
+    (tmp_path / "val/bird").mkdir()
+    with pytest.raises(UserError, match=r"val/bird has no images \(\.jpg, \.png, \.\.\.\): put"):
+        list_images(tmp_path / "val")
+
+
+def list_slowly_on_rank_1(rank):
+    if rank == 1:
+        original = datasets.build_datasets
+        datasets.build_datasets = lambda args: time.sleep(8) or original(args)
+
+
+def test_a_rank_that_lists_files_slowly_is_waited_for(train, one_each):
+    """A rank that lists files for longer than the timeout is waited for."""
+    ranks = train(
+        "run",
+        2,
+        one_each,
+        "--batch-size",
+        20,
+        "--epochs",
+        1,
+        "--timeout",
+        4,
+        prepare=list_slowly_on_rank_1,
+    )
+    assert ranks.wait() == [0, 0], ranks.output()
