@@ -47,8 +47,9 @@ def main(args):
     for epoch in range(args.epochs):
         model.train()
         totals = torch.zeros(3, device=device)  # loss, correct answers, images since the last line
-        for step, batch in enumerate(report.timed(train_loader, epoch)):
-            images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+        for step, (images, targets) in enumerate(report.timed(train_loader, epoch)):
+            images = images.to(device, non_blocking=True)
+            targets = targets.to(device, non_blocking=True)
             outputs = model(augment(images))
             loss = criterion(outputs, targets)
             optimizer.zero_grad()
@@ -63,8 +64,9 @@ def main(args):
         model.eval()
         correct = torch.zeros((), dtype=torch.int64, device=device)
         with torch.no_grad():
-            for batch in test_loader:
-                images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+            for images, targets in test_loader:
+                images = images.to(device, non_blocking=True)
+                targets = targets.to(device, non_blocking=True)
                 correct += (model(normalize(images)).argmax(dim=1) == targets).sum()
         report.show_epoch(correct)
 

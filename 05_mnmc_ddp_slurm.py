@@ -47,7 +47,7 @@ def main(args):
     model = build_model(args, train_set).to(device)
     model = convert_sync_batchnorm(model) if args.sync_bn else model
     ddp = DistributedDataParallel(model)  # train ddp; evaluate and save model, which is inside it
-    torch.manual_seed(2**16 * (args.seed + 1) + rank)  # each rank augments its images differently
+    torch.manual_seed(2**16 * (args.seed + 1) + rank)  # ranks and seeds augment differently
 
     # 2. define dataloader
     train_sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
@@ -68,8 +68,9 @@ def main(args):
         model.train()
         train_sampler.set_epoch(epoch)  # without it, every epoch has the same order
         totals = torch.zeros(3, device=device)  # loss, correct answers, images since the last line
-        for step, batch in enumerate(report.timed(train_loader, epoch)):
-            images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+        for step, (images, targets) in enumerate(report.timed(train_loader, epoch)):
+            images = images.to(device, non_blocking=True)
+            targets = targets.to(device, non_blocking=True)
             outputs = ddp(augment(images))
             loss = criterion(outputs, targets)
             optimizer.zero_grad()
@@ -87,8 +88,9 @@ def main(args):
             dist.broadcast(buffer, src=0)  # the last step changed each rank's batch norm statistics
         correct = torch.zeros((), dtype=torch.int64, device=device)
         with torch.no_grad():
-            for batch in test_loader:
-                images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+            for images, targets in test_loader:
+                images = images.to(device, non_blocking=True)
+                targets = targets.to(device, non_blocking=True)
                 correct += (model(normalize(images)).argmax(dim=1) == targets).sum()
         dist.all_reduce(correct)
         report.show_epoch(correct)

@@ -124,48 +124,30 @@ def main(args):
         compare_loaders(args, env)
 
 
+def work_of(name, args):
+    """Return the flags of 06 that say what a run trains on, and how many workers load it."""
+    if name != "files":
+        return ["--dummy", args.steps * args.batch_size, "--epochs", 1, "--workers", 0]
+    images = len(Images(os.path.join(args.data_dir, "train"), args.image_size))
+    epochs = max(1, round(args.steps * args.batch_size / images))
+    workers = 2 if args.workers is None else args.workers
+    return [args.data_dir, "--epochs", epochs, "--workers", workers]
+
+
 def run_one(name, args):
     """Run one loop in a process of its own. Return its images per second and its peak memory."""
-    shared = [
-        "--arch",
-        args.arch,
-        "--batch-size",
-        args.batch_size,
-        "--amp",
-        args.amp,
-        "--image-size",
-        args.image_size,
-    ]
+    shared = ["--arch", args.arch, "--batch-size", args.batch_size, "--amp", args.amp]
+    shared += ["--image-size", args.image_size]
     shared += ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
         if name == "bare":
             command = [ROOT / "tools/bench/train.py", "--bare", "--steps", args.steps, *shared]
         else:
-            command = [
-                ROOT / "06_imagenet.py",
-                *shared,
-                "--eval-every",
-                0,
-                "--log-file",
-                log,
-                "--workers",
-            ]
-            command += [
-                args.workers
-                if name == "files" and args.workers is not None
-                else 2
-                if name == "files"
-                else 0
-            ]
+            command = [ROOT / "06_imagenet.py", *shared, "--eval-every", 0, "--log-file", log]
             command += ["--checkpoints-path", Path(folder, "checkpoints")]
             command += ["--checkpoint-every", args.every if name == "checkpoints" else 10**6]
-            if name == "files":
-                images = len(Images(os.path.join(args.data_dir, "train"), args.image_size))
-                epochs = max(1, round(args.steps * args.batch_size / images))
-                command += [args.data_dir, "--epochs", epochs]
-            else:
-                command += ["--dummy", args.steps * args.batch_size, "--epochs", 1]
+            command += work_of(name, args)
         done = subprocess.run(
             [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True
         )
@@ -213,7 +195,7 @@ def bare(args):
     synchronize(device)
     seconds = time.perf_counter() - begin
     speed = (args.steps - warmup_steps(args.steps)) * args.batch_size / seconds
-    return {"images_per_second": speed, "peak_memory_mib": round((peak_memory() or 0) / 2**20)}
+    return {"images_per_second": speed, "peak_memory_mib": round(peak_memory() / 2**20)}
 
 
 def compare_loaders(args, env):
