@@ -153,7 +153,9 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
     Raises:
         Stopped: a signal reached some rank. All ranks agreed on this step, and the state is saved.
     """
-    args, d, optimizer = run.args, run.d, run.optimizer
+    args = run.args
+    d = run.d
+    optimizer = run.optimizer
     first_step = run.step - epoch * run.steps  # above 0 in a resumed epoch
     if first_step == 0:
         run.totals.zero_()

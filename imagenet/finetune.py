@@ -84,7 +84,8 @@ def replace_head(model, weights, num_classes):
     Weights that the model does not have, such as those of a second output for training, are left
     out.
     """
-    own, head = model.state_dict(), head_of(model, num_classes)
+    own = model.state_dict()
+    head = head_of(model, num_classes)
     new = {name: value for name, value in own.items() if name.startswith(f"{head}.")}
     loaded = {name: value for name, value in weights.items() if name in own and name not in new}
     left_out = [

@@ -50,7 +50,8 @@ class AveragedModel:
     """
 
     def __init__(self, model, decay):
-        self.module, self.decay = copy.deepcopy(model).requires_grad_(False), decay
+        self.module = copy.deepcopy(model).requires_grad_(False)
+        self.decay = decay
         tensors = [list(itertools.chain(m.parameters(), m.buffers())) for m in (self.module, model)]
         pairs = list(zip(*tensors, strict=True))
         self.floats = [

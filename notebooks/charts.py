@@ -23,15 +23,13 @@ OURS = "amd-epyc-2-cores"  # the machine of the figures in docs/, as in the Make
 MACHINE = os.environ.get("MACHINE", OURS)
 FIGURES = Path(os.environ.get("FIGURES", ROOT / "docs/figures"))
 
-BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#666666",
-)
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+RED = "#D55E00"
+GREY = "#666666"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 PUBLISHED = {
     "color": GREY,
@@ -181,10 +179,8 @@ def save(fig, name):
         ):
             raise RecordError(f"{name}: axes {k} ({ax.get_title()!r}) has an axis without a name")
     FIGURES.mkdir(parents=True, exist_ok=True)
-    path, source = (
-        FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png"),
-        fingerprint(name),
-    )
+    path = FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png")
+    source = fingerprint(name)
     fig.savefig(path, metadata={"Software": None, "Source": source})
     print(
         f"figure: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}, made from "

@@ -109,7 +109,7 @@ def main(args):
     train_set, val_set, test_set = build_datasets()
     options = {"batch_size": args.batch_size // d.world_size, "num_workers": args.workers}
     options["pin_memory"] = d.device.type == "cuda"
-    # Python 3.14 would start workers that outlive a killed training
+    # Python 3.14 would start workers that outlive a killed training.
     if args.workers and sys.platform == "linux":
         options["multiprocessing_context"] = "fork"
     sampler = DistributedSampler(train_set, d.world_size, d.rank, seed=args.seed)
@@ -126,16 +126,16 @@ def main(args):
         for part in (val_set, test_set)
     )
 
-    first, best, last_pt, best_pt = (
-        0,
-        -1.0,
-        *(os.path.join(args.checkpoints, name) for name in ("last.pt", "best.pt")),
-    )
+    first = 0  # epoch
+    best = -1.0  # accuracy, in %
+    last_pt = os.path.join(args.checkpoints, "last.pt")
+    best_pt = os.path.join(args.checkpoints, "best.pt")
     if args.resume and os.path.exists(last_pt):
         state = torch.load(last_pt, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        first, best = state["epoch"], state["best"]
+        first = state["epoch"]
+        best = state["best"]
     # Made after the optimizer was loaded, it continues at this epoch, also with another --epochs.
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -178,15 +178,12 @@ def run_epoch(model, loader, d, bf16, optimizer=None):
     model.train(optimizer is not None)
     if not optimizer:
         for buffer in model.buffers():
-            # the last step changed each process's batch norm statistics
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(buffer, src=0)  # the last step changed each one's statistics
     totals = torch.zeros(3, device=d.device)  # loss, correct answers, examples
     with torch.set_grad_enabled(optimizer is not None):
         for inputs, targets in loader:
-            inputs, targets = (
-                inputs.to(d.device, non_blocking=True),
-                targets.to(d.device, non_blocking=True),
-            )
+            inputs = inputs.to(d.device, non_blocking=True)
+            targets = targets.to(d.device, non_blocking=True)
             with torch.autocast(d.device.type, torch.bfloat16, enabled=bf16):
                 outputs = model(inputs)
                 loss = nn.functional.cross_entropy(outputs, targets)

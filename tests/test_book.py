@@ -244,7 +244,8 @@ def test_every_flag_in_the_text_is_one_that_some_program_takes(tmp_path):
         if absent
         else None
     )
-    known, unknown = known_flags(tmp_path), []
+    known = known_flags(tmp_path)
+    unknown = []
     for page in PAGES:
         theirs = r"^<!-- table: flags -->.*?^<!-- end -->"  # the flags of other trainings
         text = re.sub(rf"^```.*?^```|{theirs}", "", page.read_text(), flags=re.M | re.S)
@@ -530,7 +531,9 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(page, book_folder, r
         variables, program, arguments = split(text)
         if program == "python" and re.match(r"0[12]_", arguments[0]) and not variables:
             end = run(*arguments)
-            code, out, err = end.code or 0, end.out, end.err
+            code = end.code or 0
+            out = end.out
+            err = end.err
         else:
             code, out, err = finished(bash(text))
         wrong = "error: " in (recorded(command.text) or "")

@@ -166,9 +166,11 @@ def test_a_damaged_newer_file_does_not_cost_the_one_written_now(open_checkpoints
 
 def test_training_may_change_its_weights_at_once(open_checkpoints, monkeypatch):
     """Training waits for the copy alone and may change its weights at once."""
-    go_on, write = threading.Event(), checkpoint.write_file
+    go_on = threading.Event()
+    write = checkpoint.write_file
     monkeypatch.setattr(checkpoint, "write_file", lambda *given: (go_on.wait(30), write(*given)))
-    checkpoints, live = open_checkpoints(), state(1)
+    checkpoints = open_checkpoints()
+    live = state(1)
     checkpoints.save(live)
     assert names(checkpoints.folder) == [], "save() has returned, and nothing is written yet"
     live["model"]["weight"].zero_()
@@ -179,7 +181,8 @@ def test_training_may_change_its_weights_at_once(open_checkpoints, monkeypatch):
 
 def test_a_slow_disk_costs_a_checkpoint_and_not_the_run(open_checkpoints, monkeypatch, caplog):
     """A disk that is too slow costs a checkpoint and not the run."""
-    go_on, write = threading.Event(), checkpoint.write_file
+    go_on = threading.Event()
+    write = checkpoint.write_file
     monkeypatch.setattr(checkpoint, "write_file", lambda *given: (go_on.wait(30), write(*given)))
     checkpoints = open_checkpoints(patience=0.1)
     for step in (1, 2):

@@ -56,7 +56,8 @@ def edition(monkeypatch, tmp_path):
     """A function (English, Chinese) -> problems, for two pages whose translation was looked at in
     the form above.
     """
-    page, there = ROOT / "docs/01_snsc.md", chinese_page(ROOT / "docs/01_snsc.md")
+    page = ROOT / "docs/01_snsc.md"
+    there = chinese_page(ROOT / "docs/01_snsc.md")
     hashes = {
         str(there.relative_to(ROOT)): [
             chinese.digest(p) for p in chinese.passages(ENGLISH) if chinese.is_prose(p)

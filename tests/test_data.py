@@ -65,9 +65,11 @@ def test_every_offset_is_drawn_equally_often():
     images[:, :, 16, 16] = 255  # one bright pixel, a little right of the middle
     images[:, :, 16, 8] = 128  # and a dimmer one to its left: on its right in a mirrored image
     pixels = augment(images)[:, 0].flatten(1)
-    bright, dim = pixels.argmax(1), pixels.scatter(1, pixels.argmax(1, keepdim=True), -9).argmax(1)
+    bright = pixels.argmax(1)
+    dim = pixels.scatter(1, pixels.argmax(1, keepdim=True), -9).argmax(1)
     mirrored = dim > bright
-    row, column = bright // 32, bright % 32
+    row = bright // 32
+    column = bright % 32
     column = torch.where(mirrored, 31 - column, column)
     assert (row.min(), row.max(), column.min(), column.max()) == (12, 20, 12, 20)
     drawn = ((row - 12) * 9 + column - 12) * 2 + mirrored

@@ -453,7 +453,8 @@ def test_an_address_that_does_not_resolve_is_named(quick):
 def test_the_name_of_a_pod_may_become_known_late(monkeypatch):
     monkeypatch.setattr(distributed, "NETWORK_TIMEOUT", 0)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    known_at, look_up = time.monotonic() + 2, socket.getaddrinfo
+    known_at = time.monotonic() + 2
+    look_up = socket.getaddrinfo
 
     def late(host, *arguments, **options):
         if time.monotonic() < known_at:
@@ -512,7 +513,9 @@ class SlowListener(threading.Thread):
 
     def __init__(self, port, seconds):
         super().__init__(daemon=True)
-        self.server, self.port, self.seconds = socket.create_server(("", 0)), port, seconds
+        self.server = socket.create_server(("", 0))
+        self.port = port
+        self.seconds = seconds
         self.start()
 
     def run(self):
@@ -535,7 +538,8 @@ class SlowListener(threading.Thread):
 def test_a_slow_store_is_not_a_stranger(monkeypatch, caplog, quick):
     """Slow reverse name look-ups, for one, make a store answer late."""
     monkeypatch.setattr(distributed, "WARN_AFTER", 1)
-    port, results = free_port(), []
+    port = free_port()
+    results = []
     slow = SlowListener(port, seconds=4).server.getsockname()[1]
     first = threading.Thread(target=lambda: results.extend(meet(2, [0], port)))
     first.start()
@@ -546,7 +550,8 @@ def test_a_slow_store_is_not_a_stranger(monkeypatch, caplog, quick):
 
 
 def test_two_jobs_that_share_a_port_do_not_merge():
-    port, stores = free_port(), []
+    port = free_port()
+    stores = []
     threading.Thread(
         target=lambda: stores.extend(meet(2, [0], port, 5, job="7.0")), daemon=True
     ).start()

@@ -66,7 +66,8 @@ def test_a_killed_torchrun_leaves_no_process_behind(job):
 
 @pytest.mark.slow
 def test_a_link_that_is_gone_for_seconds_costs_no_step(job):
-    host, restarts = job.host_of(2), len(job.transcript.resumed)
+    host = job.host_of(2)
+    restarts = len(job.transcript.resumed)
     job.hosts.cut(host)
     before = job.transcript.position
     time.sleep(3)

@@ -18,11 +18,9 @@ from common.errors import UserError
 from tools import experiments, records
 from tools.experiments import Machine
 
-LAPTOP, ONE_GPU, BOX = (
-    Machine("cpu", 2, "laptop"),
-    Machine("cuda", 1, "one-gpu"),
-    Machine("cuda", 8, "box"),
-)
+LAPTOP = Machine("cpu", 2, "laptop")
+ONE_GPU = Machine("cuda", 1, "one-gpu")
+BOX = Machine("cuda", 8, "box")
 
 
 def asked(*given):
@@ -199,7 +197,9 @@ def test_every_second_repeat_runs_in_reverse_order():
         re.sub(r" --seed \d+", "", command) for command in commands("speed", LAPTOP, "--repeats", 3)
     ]
     third = len(plan) // 3
-    first, second, last = plan[:third], plan[third : 2 * third], plan[2 * third :]
+    first = plan[:third]
+    second = plan[third : 2 * third]
+    last = plan[2 * third :]
     assert first == last == second[::-1] != second
 
 
@@ -275,7 +275,8 @@ def test_a_stopped_experiment_goes_on_with_what_is_missing(
     results, small_folder, monkeypatch, capsys
 ):
     given = ["accuracy", *TINY, small_folder]
-    execute, calls = experiments.execute, []
+    execute = experiments.execute
+    calls = []
 
     def stop_at_the_third(command):
         calls.append(command)

@@ -34,7 +34,8 @@ def model_of(arch, num_classes, size=32):
 )
 def test_a_new_head_replaces_the_last_layer_alone_and_says_so(arch, head):
     size = 64 if arch == "squeezenet1_1" else 32
-    model, before = model_of(arch, 7, size), model_of(arch, 4, size).state_dict()
+    model = model_of(arch, 7, size)
+    before = model_of(arch, 4, size).state_dict()
     own = {name: value.clone() for name, value in model.state_dict().items()}
     weights, message = finetune.replace_head(model, before | {"aux.weight": torch.ones(2)}, 7)
     model.load_state_dict(weights)
@@ -45,7 +46,8 @@ def test_a_new_head_replaces_the_last_layer_alone_and_says_so(arch, head):
 
 
 def test_a_head_for_as_many_classes_is_new_too():
-    model, before = model_of("small_net", 4), model_of("small_net", 4).state_dict()
+    model = model_of("small_net", 4)
+    before = model_of("small_net", 4).state_dict()
     weights, _ = finetune.replace_head(model, before, 4)
     assert (
         weights["17.weight"] is not before["17.weight"]
@@ -121,7 +123,8 @@ def test_a_part_of_a_model_is_trained_on_other_classes(train, one_each, tmp_path
     assert tuned.wait() == [0, 0], tuned.output()
     assert "tensors loaded | new: classifier.3.weight (40, 1024)" in tuned.output()
     assert "left out: classifier.3.weight (1000, 1024)" in tuned.output()
-    before, after = decode(read_file(path))["model"], final(tmp_path / "tuned")["model"]
+    before = decode(read_file(path))["model"]
+    after = final(tmp_path / "tuned")["model"]
     shared = [name for name in before if not name.startswith("classifier.3.")]
     frozen = {name for name in shared if name.startswith(("features.0.", "features.1."))}
     changed = {name for name in shared if not torch.equal(before[name], after[name])}

@@ -658,7 +658,8 @@ def test_06_times_communication_on_gpus_only_if_asked_for(monkeypatch):
     monkeypatch.setattr("common.records.environment", lambda device: {})
 
     def clock(kind, world_size, *flags):
-        args, device = parse_06("--dummy", 8, "--batch-size", 4, *flags), torch.device(kind)
+        args = parse_06("--dummy", 8, "--batch-size", 4, *flags)
+        device = torch.device(kind)
         d = Distributed(0, world_size, 0, world_size, device, "gloo", "torchrun")
         return progress.Progress(
             args, d, GlobalBatchSampler(8, 4, 0, world_size), None

@@ -100,7 +100,8 @@ def test_averaged_weights_are_those_of_torch_bit_for_bit():
         ours.update(first=step == 0)
         torchs.update_parameters(model)
     ours.copy_counters()
-    expected, start = torchs.module.state_dict(), model_with_batch_norm().state_dict()
+    expected = torchs.module.state_dict()
+    start = model_with_batch_norm().state_dict()
     for name, tensor in ours.module.state_dict().items():
         if tensor.is_floating_point():
             assert torch.equal(tensor, expected[name]), name
@@ -132,16 +133,13 @@ def test_a_batch_norm_that_does_more_is_not_replaced():
 def test_a_checkpoint_without_a_scaler_continues_as_fp16():
     """Such as one of --amp none or bf16: GradScaler.load_state_dict({}) raises an error."""
     run_class = runpy.run_path(str(ROOT / "06_imagenet.py"))["Run"]
-    run, model = object.__new__(run_class), nn.Linear(2, 2)
-    run.d, run.ema, run.model = (
-        SimpleNamespace(is_main=False, device=torch.device("cpu")),
-        None,
-        model,
-    )
-    run.optimizer, run.scaler = (
-        torch.optim.SGD(model.parameters(), 0.1),
-        torch.amp.GradScaler("cpu"),
-    )
+    run = object.__new__(run_class)
+    model = nn.Linear(2, 2)
+    run.d = SimpleNamespace(is_main=False, device=torch.device("cpu"))
+    run.ema = None
+    run.model = model
+    run.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1, fused=True)
     state = {
         "step": 3,

@@ -103,7 +103,8 @@ def test_a_damaged_image_is_replaced_in_training_alone(
 ):
     """A damaged image is replaced by the next one with its own target but not in evaluation."""
     root = damaged_folder / "train"
-    train_set, val_set = Images(root, 32, seed=0), Images(root, 32)
+    train_set = Images(root, 32, seed=0)
+    val_set = Images(root, 32)
     index = train_set.paths.index(str(root / "cat/007.jpg"))
     cut_off(root / "cat/059.jpg")  # the last of its class
     images, targets, damaged = train_set.__getitems__([(0, index), (0, 59), (0, 3)])

@@ -43,10 +43,8 @@ def test_a_too_long_warm_up_and_an_unused_test_folder_are_named(tmp_path, capsys
 def test_sync_bn_needs_one_image_on_each_of_two_ranks(tmp_path):
     """Synchronized batch norm needs one image on each of two ranks."""
     d = SimpleNamespace(device=torch.device("cpu"), is_main=False, world_size=2)
-    model, batches = (
-        torch.nn.BatchNorm2d(3),
-        GlobalBatchSampler(images=8, batch_size=2, rank=0, world_size=2),
-    )
+    model = torch.nn.BatchNorm2d(3)
+    batches = GlobalBatchSampler(images=8, batch_size=2, rank=0, world_size=2)
     check_batches(parse_06(tmp_path, "--batch-size", 2, "--sync-bn"), d, model, batches)
     with pytest.raises(
         UserError,

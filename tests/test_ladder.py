@@ -36,7 +36,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """An ImageFolder tree of 8x8 images: 20 global batches to train on, a few to test on."""
-    root, classes = tmp_path_factory.mktemp("ladder"), [str(k) for k in range(5)]
+    root = tmp_path_factory.mktemp("ladder")
+    classes = [str(k) for k in range(5)]
     write_images(root, "train", (8, 8), classes, max(STEPS.values()) * GLOBAL_BATCH // 5)
     # 65: one rank has a batch more to test than the others
     return write_images(root, "test", (8, 8), classes, 13)
@@ -167,7 +168,8 @@ WORLDS = [("torchrun", 2), ("mp.spawn", 2), ("srun", 2), ("forked", 4)]
 @pytest.mark.parametrize(("launcher", "world_size"), WORLDS)
 def test_without_batch_norm_any_world_learns_the_same(train, launcher, world_size):
     """A network without batch norm learns the same on any number of processes."""
-    one, many = train("python", 1, "mnist_net"), train(launcher, world_size, "mnist_net")
+    one = train("python", 1, "mnist_net")
+    many = train(launcher, world_size, "mnist_net")
     assert many.batches == one.batches and len(one.batches) == 20
     assert sorted(chain(*one.batches)) == list(range(20 * GLOBAL_BATCH))
     torch.testing.assert_close(many.losses, one.losses, rtol=1e-5, atol=1e-6)
@@ -195,7 +197,8 @@ def test_resnet18_with_sync_bn_learns_the_same_on_two_processes(train):
     images
     of each batch in reverse order is as far off after 20 steps, 4 %, because a rounding error that
     carries one value across the kink of a ReLU changes its gradient at once."""
-    one, many = train("python", 1, "resnet18"), train("forked", 2, "resnet18", "--sync-bn")
+    one = train("python", 1, "resnet18")
+    many = train("forked", 2, "resnet18", "--sync-bn")
     assert many.batches == one.batches
     torch.testing.assert_close(many.losses, one.losses, rtol=1e-9, atol=0)
     assert distance(many, one) < 1e-9

@@ -109,7 +109,8 @@ def test_sensecore_sh_trains_on_one_machine(tmp_path):
 
 @pytest.mark.slow
 def test_sensecore_sh_makes_one_world_of_two_machines(small_folder):
-    port, given = free_port(), ["03_mnmc_ddp_launch.py", *QUICK, small_folder, "--epochs=1"]
+    port = free_port()
+    given = ["03_mnmc_ddp_launch.py", *QUICK, small_folder, "--epochs=1"]
     machines = [sensecore(rank, 2, port, *given) for rank in (1, 0)]
     (code1, out1, err1), (code0, out0, err0) = map(finished, machines)
     assert (code0, code1) == (0, 0), err0 + err1
@@ -456,7 +457,8 @@ def test_an_operator_without_pet_variables_ends_in_an_error(file):
 @pytest.mark.parametrize("file", JOBS)
 def test_the_pods_of_a_job_train_together_by_their_command(file, small_folder, tmp_path):
     (job,) = read(file)
-    port, more = free_port(), [*QUICK, small_folder, "--epochs=1"]
+    port = free_port()
+    more = [*QUICK, small_folder, "--epochs=1"]
     if file.startswith("06"):
         more = [*TINY_06, "--epochs=1", "--checkpoints-path", tmp_path / "saved"]
     pods = []

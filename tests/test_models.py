@@ -79,10 +79,8 @@ def test_a_stem_for_grey_images_keeps_the_rest_of_the_model():
     colour = build_model(flags(), images(3, (32, 32))).state_dict()
     grey = build_model(flags(), images(1, (28, 28))).state_dict()
     assert {k for k in colour if colour[k].shape != grey[k].shape} == {"conv1.weight"}
-    stem, original = (
-        build_model(flags(), images(1, (28, 28))).conv1,
-        torchvision.models.resnet18().conv1,
-    )
+    stem = build_model(flags(), images(1, (28, 28))).conv1
+    original = torchvision.models.resnet18().conv1
     for name in ("out_channels", "kernel_size", "stride", "padding", "bias"):
         assert getattr(stem, name) == getattr(original, name)
 

@@ -72,7 +72,10 @@ def one_thread():
 
 # Two ranks do not divide them: one image is trained on twice, and none is tested twice.
 TRAIN_IMAGES, TEST_IMAGES = 63, 15
-FETCH, FIRST_STEP, STEP = 0.0625, 1.0, 0.125  # seconds
+# Seconds.
+FETCH = 0.0625
+FIRST_STEP = 1.0
+STEP = 0.125
 BALLAST = 256 * MIB  # bytes that rank 0 holds for a moment, more than the training needs
 
 
@@ -144,7 +147,9 @@ def train_as_03_does(folder):
     torch.manual_seed(3)
     model = MnistNet(3, (12, 12), 3).eval()  # without dropout
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=1e-4, nesterov=True)
-    lines, epochs, steps = [], [], 0
+    lines = []
+    epochs = []
+    steps = 0
     for epoch in range(2):
         generator = torch.Generator().manual_seed(3 + epoch)
         order = torch.randperm(TRAIN_IMAGES, generator=generator).tolist()
@@ -325,10 +330,17 @@ def test_the_memory_of_a_gpu_is_told_in_gib(monkeypatch, capsys):
 # 06
 
 CLASSES = [f"{k:02}" for k in range(20)]
-STEPS, BATCH, PIECES = 11, 15, 4  # of 160 images: steps of 14 and 15, in four micro-batches
-READ, COMPUTE, EXCHANGE = 0.25, 1.0, 0.75  # seconds
-COMPILE = 10.0  # more seconds of the first step of an epoch
-SMOOTHING, DECAY = 0.1, 0.8
+# Of 160 images: steps of 14 and 15, in four micro-batches.
+STEPS = 11
+BATCH = 15
+PIECES = 4
+# Seconds.
+READ = 0.25
+COMPUTE = 1.0
+EXCHANGE = 0.75
+COMPILE = 10.0  # more, in the first step of an epoch
+SMOOTHING = 0.1
+DECAY = 0.8
 FLAGS_06 = ["--arch", "small_net", "--image-size", 32, "--workers", 0, "--batch-size", BATCH]
 FLAGS_06 += ["--epochs", 2, "--lr", 3, "--warmup-epochs", 1, "--seed", 7, "--ema", DECAY]
 FLAGS_06 += ["--label-smoothing", SMOOTHING, "--weight-decay", 0.01, "--momentum", 0.8]
@@ -372,11 +384,14 @@ class Training06:
     """A training for two epochs: its console, its records, and how long its steps take."""
 
     def __init__(self, folder, world_size):
-        self.folder, self.world_size, self.pieces = folder, world_size, PIECES // world_size
+        self.folder = folder
+        self.world_size = world_size
+        self.pieces = PIECES // world_size
         self.read = self.pieces * READ
         self.exchange = EXCHANGE if world_size > 1 else 0
         self.seconds = self.read + self.pieces * COMPUTE + self.exchange
-        self.out, self.records = "", []
+        self.out = ""
+        self.records = []
 
     def run(self, *flags):
         flags = [self.folder, *FLAGS_06, "--accumulate", self.pieces, "--print-every", 4, *flags]
@@ -470,12 +485,16 @@ def train_as_06_does(folder, pieces):
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=STEPS)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS)
     scheduler = torch.optim.lr_scheduler.ChainedScheduler([warm_up, cosine])
-    counts, states, average = [], {}, None
+    counts = []
+    states = {}
+    average = None
     for epoch in range(2):
         order = torch.randperm(160, generator=torch.Generator().manual_seed(7 + epoch)).tolist()
         for batch in cut(order, STEPS):
             optimizer.zero_grad()
-            losses, top1, top5 = [], 0, 0
+            losses = []
+            top1 = 0
+            top5 = 0
             for k, piece in enumerate(cut(batch, PIECES)):
                 pixels, targets, _ = train_set.__getitems__([(epoch, index) for index in piece])
                 buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -515,7 +534,8 @@ def totals_of(counts):
 
 def lines_of(training, counts):
     """What each line of the console tells: of four, four and three steps in each epoch."""
-    lines, begin = [], 0
+    lines = []
+    begin = 0
     for end in (4, 8, 11, 15, 19, 22):
         steps = counts[begin:end]
         images = sum(step["images"] for step in steps)
@@ -577,7 +597,8 @@ def test_tensorboard_shows_the_numbers_of_the_console(of_06, expected_06):
         expected.setdefault("test/top5", []).append((step, pytest.approx(top5)))
     scalars = {}
     (file,) = of_06.folder.glob("events/*")
-    body, begin = file.read_bytes(), 0
+    body = file.read_bytes()
+    begin = 0
     while begin < len(body):  # length (8 bytes), its checksum (4), the event, its checksum (4)
         length = int.from_bytes(body[begin : begin + 8], "little")
         event = Event.FromString(body[begin + 12 : begin + 12 + length])
@@ -726,7 +747,8 @@ def test_a_resumed_run_tells_the_whole_epoch_but_its_own_speed(of_06, expected_0
         assert numbers == (str(step), f"{loss:.3f}", f"{top1:.3f}", words(left * resumed.seconds))
     (record,) = resumed.records
     loss, top1, _, images = totals_of(counts[11:])
-    seconds, images_here = 4 * resumed.seconds, totals_of(counts[18:])[3]
+    seconds = 4 * resumed.seconds
+    images_here = totals_of(counts[18:])[3]
     whole = {
         "epoch": 2,
         "seconds": seconds,
@@ -743,7 +765,8 @@ def test_a_resumed_run_tells_the_whole_epoch_but_its_own_speed(of_06, expected_0
 @pytest.mark.parametrize("classes", [3, 5, 40])
 def test_top_1_and_top_5_are_places_in_a_sorted_list(classes):
     torch.manual_seed(1)
-    outputs, targets = torch.randn(200, classes), torch.randint(classes, (200,))
+    outputs = torch.randn(200, classes)
+    targets = torch.randint(classes, (200,))
     top1, top5 = count_right(outputs, targets)
     assert script.count_correct(outputs, targets).tolist() == [top1, top5, 200]
     assert 0 < top1 < top5 <= 200

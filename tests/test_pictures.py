@@ -78,7 +78,8 @@ def test_the_collectives_in_the_picture_are_what_gloo_does(tmp_path):
 def test_the_ring_of_the_picture_adds_up(ranks):
     """The ring of the picture adds up and sends as much as the model says."""
     values = pictures.initial_values(ranks)
-    rounds, total = pictures.ring_rounds(values), values.sum(axis=0)
+    rounds = pictures.ring_rounds(values)
+    total = values.sum(axis=0)
     assert (rounds[-1][0] == total).all()
     # halfway each rank has one finished piece
     assert (rounds[ranks - 1][0] == total).sum() == ranks

@@ -475,13 +475,15 @@ def test_each_rank_of_a_ring_sends_what_the_bandwidth_counts():
                 there = values[(rank + 1) % n]
                 there[chunk] = there[chunk] + value if turn < n - 1 else value
         assert values == [sums] * n, "an all_reduce"
-        size, seconds = 6000 * n, 0.5
+        size = 6000 * n
+        seconds = 0.5
         assert all_reduce.bandwidth(size, seconds, n) == pytest.approx(sent * 6000 / seconds)
 
 
 def test_an_all_reduce_is_timed_per_call_and_by_its_bytes(monkeypatch):
     """A call takes 1 ms per MiB, and the first one a second more."""
-    now, sizes = 0.0, []
+    now = 0.0
+    sizes = []
 
     def take_time(tensor, group=None, original=torch.distributed.all_reduce):
         nonlocal now

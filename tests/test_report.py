@@ -69,7 +69,9 @@ class Loader:
     """Batches of 10 images, each of which costs `wait` seconds to get."""
 
     def __init__(self, clock, steps, wait):
-        self.clock, self.steps, self.wait = clock, steps, wait
+        self.clock = clock
+        self.steps = steps
+        self.wait = wait
 
     def __len__(self):
         return self.steps
@@ -225,7 +227,8 @@ def test_the_header_shows_how_batch_and_rate_come_about(capsys, monkeypatch):
 
 
 def test_every_host_has_a_line_with_its_ranks_and_devices():
-    h100, cpu = "NVIDIA H100", torch.device("cpu")
+    h100 = "NVIDIA H100"
+    cpu = torch.device("cpu")
     assert host_lines([("a", torch.device("cuda", k), h100, 12) for k in range(8)]) == [
         "ranks 0-7 on a: cuda:0-7 (NVIDIA H100, 12 CPU threads each)"
     ]

@@ -201,7 +201,9 @@ def test_01_trains_as_a_plain_pytorch_loop(run, tmp_path):
     model = SmallNet(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=1e-4, nesterov=True)
     sampler = torch.utils.data.RandomSampler(range(40), generator=torch.Generator().manual_seed(3))
-    trained, tested, step = [], [], 0
+    trained = []
+    tested = []
+    step = 0
     for _ in range(2):
         model.train()
         loss_sum = correct = seen = 0
@@ -212,7 +214,8 @@ def test_01_trains_as_a_plain_pytorch_loop(run, tmp_path):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            step, seen = step + 1, seen + len(batch)
+            step = step + 1
+            seen = seen + len(batch)
             loss_sum += loss.item() * len(batch)
             correct += (outputs.argmax(1) == targets[batch]).sum().item()
             trained += [loss_sum / seen, 100 * correct / seen] if step % 3 != 1 else []

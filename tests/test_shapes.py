@@ -60,7 +60,8 @@ def accuracy_of_probe(features, labels, hidden):
         else nn.Linear(width, 10)
     )
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-    train, test = slice(0, 12000), slice(12000, None)
+    train = slice(0, 12000)
+    test = slice(12000, None)
     for _ in range(15):
         for batch in torch.randperm(12000).split(128):
             loss = F.cross_entropy(net(features[train][batch]), labels[train][batch])

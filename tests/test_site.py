@@ -104,7 +104,8 @@ NOTEBOOKS = [
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_page_has_an_error_or_a_broken_picture(site, tab, width):
     """No page has an error a broken picture or sideways scrolling."""
-    page, found = tab(width), []
+    page = tab(width)
+    found = []
     shown = [
         *BOOK,
         *NOTEBOOKS,
@@ -145,7 +146,8 @@ class Links(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.addresses, self.names = [], set()
+        self.addresses = []
+        self.names = set()
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):

@@ -195,7 +195,8 @@ def test_an_sbatch_file_trains_as_it_stands(slurm, file, tmp_path, small_folder)
         done = "done: top-1"
     if file == "05_mnist_cpu.sbatch":
         write_mnist(tmp_path / "MNIST/raw", 64)
-        given, world = ["--data-dir", tmp_path], "world size 2 (1 on this machine)"
+        given = ["--data-dir", tmp_path]
+        world = "world size 2 (1 on this machine)"
     job = slurm.sbatch(ROOT / "launch/slurm" / file, *given)
     assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
     out = slurm.output(job)

@@ -25,11 +25,9 @@ class Job:
     """
 
     def __init__(self, slurm, folder, file, options=()):
-        self.slurm, self.checkpoints, self.recipe = (
-            slurm,
-            folder / "checkpoints",
-            folder / "recipe.args",
-        )
+        self.slurm = slurm
+        self.checkpoints = folder / "checkpoints"
+        self.recipe = folder / "recipe.args"
         self.set_epochs(1_000_000)
         small = ["--ntasks-per-node=1", "--cpus-per-task=1"]
         flags = [f"@{self.recipe}", "--checkpoints-path", self.checkpoints]

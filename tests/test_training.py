@@ -150,7 +150,9 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(scaled, tmp_path):
     mean, std = (
         torch.tensor(x).view(3, 1, 1) for x in ([123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
     )
-    peak, losses, correct = 2 * 12 / 256, [], []
+    peak = 2 * 12 / 256
+    losses = []
+    correct = []
     for step in range(6):
         order = torch.randperm(36, generator=torch.Generator().manual_seed(5 + step // 3))
         batch = order[12 * (step % 3) :][:12] % 64
@@ -382,7 +384,8 @@ def test_every_test_image_counts_once_on_any_number_of_ranks(train, one_each, tm
             net.eval()(build_normalize(False, torch.device("cpu"))(images)).topk(5).indices
             == targets[:, None]
         )
-    top1, top5 = 100 * answers[:, 0].float().mean(), 100 * answers.any(dim=1).float().mean()
+    top1 = 100 * answers[:, 0].float().mean()
+    top5 = 100 * answers.any(dim=1).float().mean()
     for world_size in (1, 3):
         flags = [one_each, "--evaluate", "--weights", best, "--batch-size", 17]
         ranks = train(f"test{world_size}", world_size, *flags)
@@ -505,7 +508,9 @@ def test_a_step_line_tells_what_is_computed_by_hand(monkeypatch, capsys):
     """
     monkeypatch.setattr("imagenet.progress.time.perf_counter", lambda: 140.0)
     d = SimpleNamespace(device=torch.device("cpu"), rank=0, is_main=True, world_size=2)
-    d.launcher, d.local_world_size, d.backend = "torchrun", 2, "gloo"
+    d.launcher = "torchrun"
+    d.local_world_size = 2
+    d.backend = "gloo"
     args = parse_06("--dummy", 100, "--batch-size", 10, "--epochs", 3)
     monkeypatch.setattr(progress_module, "CommunicationClock", lambda *_: None)
     progress = Progress(args, d, GlobalBatchSampler(100, 10, 0, 2), None)

@@ -578,7 +578,8 @@ def test_a_name_that_does_not_resolve_is_named(quick):
 
 def test_distributed_sampler_repeats_images_and_03_does_not():
     """Distributed sampler repeats images and the range of 03 does not."""
-    images, ranks = range(1003), 64
+    images = range(1003)
+    ranks = 64
     padded = [
         i for rank in range(ranks) for i in DistributedSampler(images, ranks, rank, shuffle=False)
     ]

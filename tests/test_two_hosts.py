@@ -43,7 +43,8 @@ def hosts():
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """A folder of small images of 5 classes: TRAIN to train on, TEST to test on."""
-    root, classes = tmp_path_factory.mktemp("images"), [str(k) for k in range(5)]
+    root = tmp_path_factory.mktemp("images")
+    classes = [str(k) for k in range(5)]
     write_images(root, "train", (16, 16), classes, TRAIN // 5)
     return write_images(root, "test", (16, 16), classes, TEST // 5)
 
@@ -188,7 +189,8 @@ def test_two_hosts_share_the_images_among_all_processes(rungs, script):
 @pytest.mark.parametrize("script", RUNGS)
 def test_two_hosts_train_the_same_as_one_machine(rungs, script):
     """To the bit: each rank crops images and drops out activations as its rank says."""
-    run, one = rungs[script], rungs["one machine"]
+    run = rungs[script]
+    one = rungs["one machine"]
     assert len(results(one)) == 5 and results(run) == results(one)
     weights = torch.load(run.disks[0] / "net.pt", weights_only=True)
     expected = torch.load(one.disks[0] / "net.pt", weights_only=True)

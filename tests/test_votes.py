@@ -10,12 +10,15 @@ from common.distributed import cleaned_up, free_port
 from imagenet import votes as votes_module
 from imagenet.votes import Votes
 
-STEPS, SAVE_AT, STOP_AT = 200, 33, 97
+STEPS = 200
+SAVE_AT = 33
+STOP_AT = 97
 
 
 def hear_wishes(rank):
     """What a rank hears in each step: (stop, save, every)."""
-    votes, heard = Votes(dist.group.WORLD), []
+    votes = Votes(dist.group.WORLD)
+    heard = []
     votes.seconds = 0.001
     for step in range(STEPS):
         votes.cast(rank == 1 and step == STOP_AT, rank == 0 and step == SAVE_AT)
@@ -29,7 +32,8 @@ def vote_beside_a_slow_rank(rank):
 
     A vote takes 0.1 s on rank 0 and 0.3 s on rank 1. A step takes 0.2 s and 0.4 s.
     """
-    every, now = [], 0.0
+    every = []
+    now = 0.0
     votes_module.time.perf_counter = lambda: now
     original = dist.all_reduce
 

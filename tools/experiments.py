@@ -65,7 +65,8 @@ def speed(machine, args, repeat):
         epochs = 1
         # the whole data set several times, or a run would take less than ten seconds
         if not on_cpu:
-            epochs, images = args.epochs or GPU_EPOCHS * processes, args.limit or GPU_IMAGES
+            epochs = args.epochs or GPU_EPOCHS * processes
+            images = args.limit or GPU_IMAGES
         flags = (
             f"--batch-size {batch} --limit {images} --epochs {epochs}{extra(args)} --seed {repeat}"
         )
@@ -378,12 +379,14 @@ def main(args):
     os.chdir(ROOT)
     machine = Machine.here()
     print(f"this machine: {args.machine or machine.name} ({machine.devices} {machine.kind})")
-    names, todo = args.experiments or list(EXPERIMENTS), []
+    names = args.experiments or list(EXPERIMENTS)
+    todo = []
     for name in names:
         path = RESULTS / name / f"{args.machine or machine.name}.jsonl"
         print(f"\n{name}: {EXPERIMENTS[name][0].__doc__}")
         try:
-            runs, done = plan(name, machine, args), recorded(path)
+            runs = plan(name, machine, args)
+            done = recorded(path)
         except UserError as error:
             if len(names) == 1:
                 raise
@@ -410,7 +413,10 @@ def run_all(todo):
     Raises:
         UserError: two runs in a row have failed, or, after all runs, at least one.
     """
-    begin, total, done, failed = time.monotonic(), sum(run.images for _, run in todo), 0, []
+    begin = time.monotonic()
+    total = sum(run.images for _, run in todo)
+    done = 0
+    failed = []
     for k, (path, run) in enumerate(todo, start=1):
         print(f"\n[{k}/{len(todo)}] {run.command}", flush=True)
         done += run.images
@@ -459,7 +465,8 @@ def execute(command):
             "torchrun": [sys.executable, "-m", "torch.distributed.run"],
         }
         arguments = [part for word in words[len(settings) :] for part in programs.get(word, [word])]
-        begin, started = time.monotonic(), None
+        begin = time.monotonic()
+        started = None
         options = {
             "env": env,
             "stdout": subprocess.PIPE,

@@ -345,10 +345,8 @@ def check_space(todo, target, args):
         for item in todo[:: max(1, len(todo) // SAMPLE)]:
             with contextlib.suppress(*UNREADABLE):
                 data = read(item)
-                before, after = (
-                    before + len(data),
-                    after + len(shrink(data, args.short_side, args.quality)),
-                )
+                before = before + len(data)
+                after = after + len(shrink(data, args.short_side, args.quality))
         needed = needed * after / before if before else needed
     free = shutil.disk_usage(target).free
     if needed > 0.95 * free:

@@ -68,7 +68,8 @@ def sections(script):
     Raises:
         ValueError: a section is missing or out of order.
     """
-    lines_of, names = {}, list(SECTIONS)
+    lines_of = {}
+    names = list(SECTIONS)
     for line in read(script):
         if names and re.match(SECTIONS[names[0]], line):
             current = lines_of.setdefault(names.pop(0), [])
@@ -101,13 +102,15 @@ def size(script):
 
 def changed(script):
     """Return the names of the sections that differ from the parent's."""
-    parent, child = sections(STEPS[script].parent), sections(script)
+    parent = sections(STEPS[script].parent)
+    child = sections(script)
     return tuple(name for name in SECTIONS if parent[name] != child[name])
 
 
 def problems(script):
     """Return a message for each rule that a script breaks."""
-    lines, messages = read(script), []
+    lines = read(script)
+    messages = []
     if len(lines) > MAX_LINES[script]:
         messages.append(f"{script}: {len(lines)} lines, expected {MAX_LINES[script]} at most")
     if long := [

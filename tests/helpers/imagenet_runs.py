@@ -29,7 +29,8 @@ CLASSES = [f"{k:02}" for k in range(40)]
 
 def parse_06(*flags):
     """The flags of 06, parsed by itself."""
-    argv, sys.argv = sys.argv, ["06_imagenet.py", *map(str, flags)]
+    argv = sys.argv
+    sys.argv = ["06_imagenet.py", *map(str, flags)]
     try:
         return script.parse_args("")
     finally:

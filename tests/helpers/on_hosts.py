@@ -21,7 +21,9 @@ from typing import Any
 from launchers import VARIABLES, srun
 
 # In <sched.h>: CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET
-NEW_MOUNTS, NEW_NAME, NETWORK = 0x00020000, 0x04000000, 0x40000000
+NEW_MOUNTS = 0x00020000
+NEW_NAME = 0x04000000
+NETWORK = 0x40000000
 CORES = 8  # of each host, as 06 sees it
 
 

@@ -70,9 +70,11 @@ class Ranks:
         prepare=None,
         script="06_imagenet.py",
     ):
-        self.folder, local_world_size = folder, world_size // nodes
+        self.folder = folder
+        local_world_size = world_size // nodes
         self.run = len(list(folder.glob("run*-rank0.out")))
-        port, self.processes = free_port(), []
+        port = free_port()
+        self.processes = []
         for rank in range(world_size):
             variables = {"RANK": rank, "WORLD_SIZE": world_size}
             variables |= {

@@ -177,7 +177,8 @@ def measure(args):
     train_set, _ = build_datasets(args)
     normalize = build_transforms(train_set, args, d.device)[1]
     images, targets = first_batch(args, train_set)
-    images, targets = normalize(images.to(d.device)), targets.to(d.device)
+    images = normalize(images.to(d.device))
+    targets = targets.to(d.device)
 
     variants = VARIANTS if d.world_size > 1 else {"plain": lambda model: model}
     steps = {name: build_step(args, train_set, d.device, wrap) for name, wrap in variants.items()}

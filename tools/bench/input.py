@@ -148,7 +148,9 @@ class PeakMemory:
     """
 
     def __init__(self, pid):
-        self.pid, self.mib, self._end = pid, 0, threading.Event()
+        self.pid = pid
+        self.mib = 0
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
     def __enter__(self):
@@ -178,13 +180,15 @@ def timed(batches, step, device):
         raise UserError(
             f"{len(batches)} steps are too few to time, expected 10 or more: lower --batch-size"
         )
-    done, warmup = 0, warmup_steps(len(batches))
+    done = 0
+    warmup = warmup_steps(len(batches))
     for k, (images, targets) in enumerate(batches, start=1):
         step(images, targets)
         done += len(targets)
         if k == warmup:
             synchronize(device)
-            done, begin = 0, time.perf_counter()
+            done = 0
+            begin = time.perf_counter()
     synchronize(device)
     return done / (time.perf_counter() - begin)
 
@@ -195,10 +199,8 @@ def limit_loop(args):
     train_set, _ = build_datasets(args)
     step = build_step(args, train_set, device)
     images, targets = first_batch(args, train_set)
-    images, targets = (
-        build_transforms(train_set, args, device)[1](images.to(device)),
-        targets.to(device),
-    )
+    images = build_transforms(train_set, args, device)[1](images.to(device))
+    targets = targets.to(device)
     return timed(
         [(images, targets)] * (args.epochs * len(train_set) // args.batch_size), step, device
     )
@@ -215,7 +217,8 @@ def classic_loop(args, in_memory):
     options = {"num_workers": CLASSIC_WORKERS, "pin_memory": device.type == "cuda"}
     loader = DataLoader(dataset, args.batch_size, shuffle=True, **options)
     del train_set
-    total, correct = 0.0, 0
+    total = 0.0
+    correct = 0
 
     def step(images, targets):
         nonlocal total, correct
@@ -293,7 +296,8 @@ def compare_loaders(args, env):
     speeds = {name: [] for name in loaders}
     for repeat in range(args.repeats + 1):
         for name, (loader, finish) in loaders.items():
-            begin, images = time.perf_counter(), 0
+            begin = time.perf_counter()
+            images = 0
             for batch in loader:
                 images += len(finish(batch[0]))
             if repeat > 0:  # the first pass starts the worker and fills the file cache

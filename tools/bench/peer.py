@@ -65,10 +65,12 @@ def main(args):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            step, images_seen = step + 1, images_seen + len(targets)
+            step = step + 1
+            images_seen = images_seen + len(targets)
             if step == warmup_steps(args.steps):
                 synchronize(device)
-                start, images_seen = time.perf_counter(), 0
+                start = time.perf_counter()
+                images_seen = 0
             if step == args.steps:
                 break
     synchronize(device)

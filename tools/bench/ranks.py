@@ -135,7 +135,8 @@ def exit_codes(pids, expected):
 
     Raise UserError if one exits with another code, and kill the others.
     """
-    deadline, left = time.monotonic() + PATIENCE, set(pids)
+    deadline = time.monotonic() + PATIENCE
+    left = set(pids)
     try:
         while left:
             for pid in list(left):
@@ -174,7 +175,8 @@ def vote(rank, ranks, port, step, file):
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timeout
     )
-    ballot, votes = torch.zeros(3), Votes(dist.group.WORLD)
+    ballot = torch.zeros(3)
+    votes = Votes(dist.group.WORLD)
 
     def none():
         time.sleep(step)
@@ -218,7 +220,9 @@ def measure_script(ranks):
     with tempfile.TemporaryDirectory() as folder:
         row = {"ranks": ranks}
         for name, end, extra in (("start", "stop", []), ("resume", "stop_again", ["--resume"])):
-            begin, outputs, port = time.perf_counter(), Path(folder, name), free_port()
+            begin = time.perf_counter()
+            outputs = Path(folder, name)
+            port = free_port()
             outputs.mkdir()
             flags = [
                 *FLAGS.split(),

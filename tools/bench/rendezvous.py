@@ -146,11 +146,17 @@ def measure(args):
 
 
 def seconds_to_join(ranks, join):
-    """Fork the ranks and return the seconds until join(rank, ranks, port) has returned in all, None
-    if one failed.
+    """Fork the ranks. Return the seconds until all have joined, or None if one failed.
+
+    Args:
+        ranks: int.
+        join: function of (rank, ranks, port), called in each process.
     """
-    port, (reports, report), (hold, release) = free_port(), os.pipe(), os.pipe()
-    begin, pids = time.perf_counter(), []
+    port = free_port()
+    reports, report = os.pipe()
+    hold, release = os.pipe()
+    begin = time.perf_counter()
+    pids = []
     for rank in range(ranks):
         if (pid := os.fork()) == 0:
             os.dup2(2, 1)  # gloo of torch 2.9 prints where the records go

@@ -66,7 +66,8 @@ def all_reduce_seconds(size, device):
 
     All ranks start each all_reduce together.
     """
-    tensor, times = torch.ones(size // 4, device=device), []
+    tensor = torch.ones(size // 4, device=device)
+    times = []
     for k in range(WARMUP + STEPS):
         dist.barrier()
         synchronize(device)
@@ -92,7 +93,8 @@ def step_parts(args, d):
     train_set, _ = build_datasets(args)
     normalize = build_transforms(train_set, args, d.device)[1]
     images, targets = first_batch(args, train_set)
-    images, targets = normalize(images.to(d.device)), targets.to(d.device)
+    images = normalize(images.to(d.device))
+    targets = targets.to(d.device)
 
     marks, buckets = [], []
 

@@ -60,7 +60,9 @@ def translated(block):
 
     The Chinese pages are one folder deeper than docs/.
     """
-    words, lines, code = Phrases(ROOT / "docs/zh/tables.json"), [], False
+    words = Phrases(ROOT / "docs/zh/tables.json")
+    lines = []
+    code = False
     for line in block.splitlines():
         code ^= line.startswith("```")
         if line and not code and not line.startswith("```"):
@@ -192,9 +194,11 @@ def main(args):
     if args.record:
         recorded = {r["command"] for r in records("output")}
         record([command for command in shown_commands() if command not in recorded])
-    stale, translations = [], chinese_pages()
+    stale = []
+    translations = chinese_pages()
     for page in [*pages(), *filter(Path.exists, translations)]:
-        name, text = str(page.relative_to(ROOT)), page.read_text()
+        name = str(page.relative_to(ROOT))
+        text = page.read_text()
         try:
             fresh = render(text, page in translations)
         except ValueError as error:  # BookError, RecordError, or a section that a script lacks

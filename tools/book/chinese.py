@@ -58,7 +58,9 @@ def passages(text):
     def keep_lines(match):
         return match[1] + re.sub(r".+", "", match[4]) + match[5]
 
-    found, around, line = [], [], 0
+    found = []
+    around = []
+    line = 0
     for token in MarkdownIt("commonmark").enable("table").parse(BLOCK.sub(keep_lines, text)):
         line = token.map[0] + 1 if token.map else line
         if token.nesting == 1:
@@ -233,7 +235,9 @@ def stale(page, english, chinese, hashes):
     there = chinese_page(page)
     name = str(there.relative_to(ROOT))
     english, chinese = ([p for p in some if is_prose(p)] for some in (english, chinese))
-    noted, now, found = hashes.get(name, []), [digest(p) for p in english], []
+    noted = hashes.get(name, [])
+    now = [digest(p) for p in english]
+    found = []
     if not noted:
         return [f"{name}: nobody has looked at it: python tools/book/chinese.py --done {name}"]
     for change, i, i_end, j, j_end in SequenceMatcher(
@@ -277,11 +281,10 @@ def done(path):
     english, chinese = passages(read(page)), passages(read(there))
     if problems := structure(page, english, chinese):
         sys.exit(f"chinese.py: error: {problems[0]}")
-    hashes, name = load_hashes(), str(there.relative_to(ROOT))
-    noted, pairs = (
-        hashes.get(name, []),
-        [pair for pair in zip(english, chinese, strict=True) if is_prose(pair[0])],
-    )
+    hashes = load_hashes()
+    name = str(there.relative_to(ROOT))
+    noted = hashes.get(name, [])
+    pairs = [pair for pair in zip(english, chinese, strict=True) if is_prose(pair[0])]
     for a, b in pairs:
         if digest(a) not in noted:
             print(f"{place(there, b)}\n  {' '.join(a.text.split())}\n  {b.text}")

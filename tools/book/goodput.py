@@ -59,12 +59,15 @@ def simulate(interval, mtbf, checkpoint, restart, work, seed):
         seed: int, for the times of the failures.
     """
     draw = random.Random(seed)
-    now, intervals, fails_at = 0.0, math.ceil(work / interval), draw.expovariate(1 / mtbf)
+    now = 0.0
+    intervals = math.ceil(work / interval)
+    fails_at = draw.expovariate(1 / mtbf)
     left = intervals
     while True:
         # whole intervals until the next failure
         saved = min(left, int((fails_at - now) / (interval + checkpoint)))
-        now, left = now + saved * (interval + checkpoint), left - saved
+        now = now + saved * (interval + checkpoint)
+        left = left - saved
         if left == 0:
             return intervals * interval / now
         now = fails_at

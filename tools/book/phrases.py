@@ -21,7 +21,8 @@ class Phrases:
     """
 
     def __init__(self, path):
-        self.path, read = path, json.loads(path.read_text())
+        self.path = path
+        read = json.loads(path.read_text())
         self.words = read["words"]
         self.patterns = [
             (re.compile(pattern), chinese) for pattern, chinese in read["patterns"].items()

@@ -49,9 +49,12 @@ def collectives(ranks=RANKS):
 
     reduce-scatter and all-gather are the two halves of all-reduce.
     """
-    values, empty = initial_values(ranks), np.zeros((ranks, ranks), int)
+    values = initial_values(ranks)
+    empty = np.zeros((ranks, ranks), int)
     total = values.sum(axis=0)
-    first, scattered, everywhere = empty.copy(), np.diag(total), np.tile(total, (ranks, 1))
+    first = empty.copy()
+    scattered = np.diag(total)
+    everywhere = np.tile(total, (ranks, 1))
     first[0] = values[0]
     return {
         "broadcast": (first, np.tile(values[0], (ranks, 1))),
@@ -74,10 +77,13 @@ def ring_rounds(values):
     """
     n = len(values)
     values, rounds = values.copy(), [(values, np.zeros((n, n), bool))]
-    ranks, to = np.arange(n), (np.arange(n) + 1) % n
+    ranks = np.arange(n)
+    to = (np.arange(n) + 1) % n
     for k in range(2 * (n - 1)):
         piece = (ranks - k) % n if k < n - 1 else (ranks + 1 - (k - (n - 1))) % n
-        message, values, received = values[ranks, piece], values.copy(), np.zeros((n, n), bool)
+        message = values[ranks, piece]
+        values = values.copy()
+        received = np.zeros((n, n), bool)
         values[to, piece] = message + (values[to, piece] if k < n - 1 else 0)
         received[to, piece] = True
         rounds.append((values, received))
@@ -95,7 +101,8 @@ def sent(step, all_reduce):
     Returns:
         List of (begin, end), in seconds.
     """
-    spans, end = [], 0.0
+    spans = []
+    end = 0.0
     for ready, size in zip(step.ready, step.buckets, strict=True):
         begin = max(end, ready)
         end = begin + all_reduce(size)
@@ -194,10 +201,15 @@ def title(ax, x, y, words, more, right):
 
 def draw_ranks(machines=2, processes=2):
     fig, ax = canvas(7.5, 3.7)
-    width, left, top, line = 3.35, 0.3, 0.15, 2.8
+    width = 3.35
+    left = 0.3
+    top = 0.15
+    line = 2.8
     for rank in range(machines * processes):
         node, local_rank = divmod(rank, processes)
-        x, y, color = left + node * (width + 0.2), top + 0.5, RANK_COLORS[rank]
+        x = left + node * (width + 0.2)
+        y = top + 0.5
+        color = RANK_COLORS[rank]
         if local_rank == 0:
             box(ax, x, top, width, 2.2, PALE, "#CCCCCC")
             text(ax, x + 0.15, top + 0.26, f"machine {node}", 12, ha="left", weight="bold")
@@ -250,17 +262,22 @@ def draw_collectives():
         return tint(RANK_COLORS[source], 0.45)
 
     for k, (name, states) in enumerate(collectives().items()):
-        x, y = 0.65 + k % 2 * 3.75, 0.22 + k // 2 * 1.95
+        x = 0.65 + k % 2 * 3.75
+        y = 0.22 + k // 2 * 1.95
         title(ax, x - 0.52, y, name, captions[name], x + 2.96)
         for left, values in zip((x, x + 1.68), states, strict=True):
             grid(ax, left, y + 0.25, values, functools.partial(color_of, values), names=left == x)
         arrow(ax, (x + 1.34, y + 0.89), (x + 1.62, y + 0.89))
 
-    y, left, right, arrivals = 4.12, 0.65, 7.36, np.array([2.1, 3.6, 1.5, 2.8])
+    y = 4.12
+    left = 0.65
+    right = 7.36
+    arrivals = np.array([2.1, 3.6, 1.5, 2.8])
     title(ax, left - 0.52, y, "barrier", "no rank continues before the last has arrived", right)
     go = left + arrivals.max()
     for rank, arrival in enumerate(left + arrivals):
-        top, color = y + 0.22 + rank * 0.22, tint(RANK_COLORS[rank], 0.45)
+        top = y + 0.22 + rank * 0.22
+        color = tint(RANK_COLORS[rank], 0.45)
         text(ax, left - 0.08, top + 0.09, f"rank {rank}", 9, ha="right", color=GREY)
         for begin, end, shade in ((left, arrival, color), (arrival, go, PALE), (go, right, color)):
             ax.add_patch(Rectangle((begin, top), end - begin, 0.17, facecolor=shade))
@@ -275,11 +292,9 @@ def draw_ring():
     counts = ring_rounds(np.ones((RANKS, RANKS), int))  # how many ranks each number is the sum of
     for k, (values, received) in enumerate(ring_rounds(initial_values())):
         row, column = divmod(k if k < RANKS else k + 1, RANKS)
-        x, y, shades = (
-            0.75 + column * 1.78 - (column > 0) * 0.1,
-            0.75 + row * 2.02,
-            0.1 + 0.3 * (counts[k][0] - 1),
-        )
+        x = 0.75 + column * 1.78 - (column > 0) * 0.1
+        y = 0.75 + row * 2.02
+        shades = 0.1 + 0.3 * (counts[k][0] - 1)
         text(ax, x + 0.64, y - 0.14, f"after round {k}" if k else "at first", 9.5, color=GREY)
         grid(
             ax,
@@ -299,7 +314,8 @@ def draw_ring():
         7.27,
     )
     title(ax, 0.15, 2.32, "all-gather", "each rank forwards a finished piece", 7.27)
-    center, angles = np.array([0.95, 3.38]), 2 * np.pi * np.arange(RANKS) / RANKS - np.pi / 2
+    center = np.array([0.95, 3.38])
+    angles = 2 * np.pi * np.arange(RANKS) / RANKS - np.pi / 2
     spots = center + 0.5 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
     for rank, spot in enumerate(spots):
         ax.add_patch(
@@ -327,7 +343,9 @@ def draw_overlap():
     seconds = [step_seconds(step, all_reduce, overlap) for overlap in (0.0, 1.0)]
 
     fig, ax = canvas(7.5, 3.55)
-    left, right, layers = 0.95, 7.35, np.arange(RANKS, 0, -1)
+    left = 0.95
+    right = 7.35
+    layers = np.arange(RANKS, 0, -1)
     scale = (right - left) / seconds[0]
 
     def blocks(y, spans, names, color=None):

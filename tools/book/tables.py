@@ -211,7 +211,8 @@ def input():
     head = ("loop", "images/s, median (range)", "`01` (or our loader) divided by it", "peak memory")
 
     def render(runs):
-        loops, rows = group(runs, "loop"), []
+        loops = group(runs, "loop")
+        rows = []
         for loop, same in loops.items():
             ours = loops["our loader" if "loader" in loop else "01"]
             ratio = spread(ratios(ours, same), ".2f") if same is not ours else ""
@@ -235,10 +236,12 @@ def ddp():
     )
 
     def render(runs):
-        variants, rows = group(runs, "world_size", "threads", "variant"), []
+        variants = group(runs, "world_size", "threads", "variant")
+        rows = []
         for (processes, threads, variant), same in variants.items():
             efficiency = [r / processes / threads for r in ratios(same, variants[1, 1, "plain"])]
-            no_sync, exposed = variants.get((processes, threads, "no_sync")), ""
+            no_sync = variants.get((processes, threads, "no_sync"))
+            exposed = ""
             if no_sync and variant != "no_sync":
                 exposed = spread([1 - r for r in ratios(same, no_sync)], ".2f")
             cells = (
@@ -306,7 +309,8 @@ def train():
     )
 
     def render(runs):
-        kinds, rows = group(runs, "run"), []
+        kinds = group(runs, "run")
+        rows = []
         for name, same in kinds.items():
             base = kinds["classic loader" if "loader" in name else "bare"]
             ratio = spread(ratios(same, base), ".3f") if same is not base else ""
@@ -409,7 +413,8 @@ def recipes():
         "published top-1 (%)",
         "top-5 (%)",
     )
-    known, rows = published()["imagenet"]["recipes"], []
+    known = published()["imagenet"]["recipes"]
+    rows = []
     for path in sorted((ROOT / "recipes").glob("*.args"), key=lambda path: known[path.stem][0]):
         lines = (
             RecipeParser.convert_arg_line_to_args(None, line)

@@ -139,7 +139,8 @@ class Hosts:
 
         Its network stays up and resets their connections, as after a crash.
         """
-        deadline, killed = time.monotonic() + 10, set()
+        deadline = time.monotonic() + 10
+        killed = set()
         # A process leaves the namespace when its first thread ends; another may still hold its
         # ports.
         while (

@@ -161,7 +161,9 @@ class SlurmCluster:
     """
 
     def __init__(self, folder, nodes=("n01", "n02", "n03", "gpu-a01"), cpus=4):
-        self.folder, self.nodes, self.cpus = Path(folder).resolve(), tuple(nodes), cpus
+        self.folder = Path(folder).resolve()
+        self.nodes = tuple(nodes)
+        self.cpus = cpus
         self.conf = str(self.folder / "slurm.conf")
         self.daemons = {}  # name: Popen
         # UTS namespaces of the nodes, to find the processes that run on them

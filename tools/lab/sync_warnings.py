@@ -25,7 +25,8 @@ def main():
             path = Path(filename)
             counts[f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"] += 1
 
-    script, sys.argv = sys.argv[1], sys.argv[1:]
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
     sys.path.insert(0, str(ROOT))
     warnings.simplefilter("always")
     warnings.showwarning = count

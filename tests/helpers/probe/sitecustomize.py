@@ -35,7 +35,8 @@ def loss(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
 
 
 def build(args, dataset, original=models.build_model):
-    model, dtype = original(args, dataset), getattr(torch, os.environ.get("PROBE_DTYPE", "float32"))
+    model = original(args, dataset)
+    dtype = getattr(torch, os.environ.get("PROBE_DTYPE", "float32"))
 
     def before(model, images):
         if not model.training:
@@ -53,7 +54,9 @@ def convolve(self, images, weight, bias, original=torch.nn.Conv2d._conv_forward)
     if images.dtype != torch.float64:
         return original(self, images, weight, bias)
     assert bias is None and self.groups == 1 and self.dilation == (1, 1)
-    size, pad, stride = self.kernel_size, self.padding, self.stride
+    size = self.kernel_size
+    pad = self.padding
+    stride = self.stride
     height, width = (
         (n + 2 * p - k) // s + 1
         for n, p, k, s in zip(images.shape[2:], pad, size, stride, strict=True)
