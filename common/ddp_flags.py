@@ -13,7 +13,8 @@ from common.flags import launched_copies, shared_flags, warn, whole_number
 def parse_ddp_args(doc):
     """Parse the flags of 03 and 05: those of 01, and --sync-bn."""
     parser = _ddp_flags(doc)
-    args, restarts = parser.parse_args(), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    args = parser.parse_args()
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("RANK") == "0":
         found = f"{parser.prog}: --max-restarts={restarts}"
         warn(f"{found}: each restart begins at epoch 1; 06_imagenet.py --resume continues")
@@ -23,7 +24,8 @@ def parse_ddp_args(doc):
 def parse_spawn_args(doc):
     """Parse the flags of 04: those of 03, the number of processes, and the address of rank 0."""
     parser = _ddp_flags(doc)
-    add, gpus = parser.add_argument, torch.accelerator.device_count()
+    add = parser.add_argument
+    gpus = torch.accelerator.device_count()
     add(
         "--nproc-per-node",
         type=whole_number(1),
@@ -48,23 +50,23 @@ def parse_spawn_args(doc):
     for name, count in launched_copies().items():
         if count > args.nodes:
             problem = (
-                f"{name}={count}: a launcher started {count} copies of a script that starts its "
-                "own processes"
+                f"{name}={count}: a launcher started {count} copies of a script that "
+                "starts its own processes"
             )
             command = (
-                f"python {parser.prog}, or srun --ntasks={args.nodes} --ntasks-per-node=1 python "
-                f"{parser.prog}"
+                f"python {parser.prog}, or srun --ntasks={args.nodes} --ntasks-per-node=1 "
+                f"python {parser.prog}"
             )
             parser.error(f"{problem}, expected one per machine; {command}")
     if args.node_rank > (last := args.nodes - 1):
         parser.error(
-            f"--node-rank {args.node_rank} of --nodes {args.nodes}: expected a node rank from 0 to "
-            f"{last}"
+            f"--node-rank {args.node_rank} of --nodes {args.nodes}: "
+            f"expected a node rank from 0 to {last}"
         )
     if args.dist_url is None and args.nodes > 1:
         parser.error(
-            f"--nodes {args.nodes} without --dist-url: expected tcp://HOST:PORT, the machine of "
-            "--node-rank 0"
+            f"--nodes {args.nodes} without --dist-url: "
+            "expected tcp://HOST:PORT, the machine of --node-rank 0"
         )
     if args.dist_url is None:
         with socket.socket() as listener:

@@ -31,8 +31,8 @@ def one_line_errors():
     # a process of mp.spawn, which printed its own error unless it was killed
     except ProcessExitedException as error:
         killed = (
-            f"error: process {error.error_index} was killed by {error.signal_name}; the others "
-            "were stopped"
+            f"error: process {error.error_index} was killed by {error.signal_name}; "
+            "the others were stopped"
         )
         _exit_now(
             killed if error.signal_name else None, 1 if error.signal_name else error.exit_code
@@ -65,8 +65,8 @@ def explain(error):
     if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         return (
             (
-                f"{name} is not set: expected torchrun to set it; torchrun --nproc-per-node=2 "
-                f"{_script()}"
+                f"{name} is not set: expected torchrun to set it; "
+                f"torchrun --nproc-per-node=2 {_script()}"
             ),
             2,
         )
@@ -92,8 +92,8 @@ def lost_peer(error):
     if ("127.0." in text and "refused" in text) or "no route" in text.lower():
         name = "NCCL_SOCKET_IFNAME" if "NCCL" in text else "GLOO_SOCKET_IFNAME"
         remedy = (
-            f"ranks on several machines need export {name}=... on each, the interface that the "
-            "others reach"
+            f"ranks on several machines need export {name}=... on each, "
+            "the interface that the others reach"
         )
     return f"lost another rank ({cause}): {remedy}"
 

@@ -89,7 +89,9 @@ def render(seed, indices):
 
 def _inside(label, u, v):
     """Which points (u, v) lie inside a shape; both are int32, about -R to R within it."""
-    x, y, square = abs(u), abs(v), u * u + v * v
+    x = abs(u)
+    y = abs(v)
+    square = u * u + v * v
     far, near = np.maximum(x, y), np.minimum(x, y)
     # all cover a similar area, so that the average colour does not tell the class
     match CLASSES[label]:

@@ -129,8 +129,8 @@ class Checkpoints:
         self.thread.shutdown()
         if failures:
             raise UserError(
-                f"{failures[0]}; the checkpoints before it are complete: free some space, then "
-                "--resume"
+                f"{failures[0]}; the checkpoints before it are complete: "
+                "free some space, then --resume"
             )
 
     def load(self):

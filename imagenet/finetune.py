@@ -64,18 +64,18 @@ def download(source, arch):
     except (OSError, RuntimeError) as error:  # no network, a full disk; another hash
         raise UserError(
             f"--weights {source}: cannot download {choices[name].url} ({one_line(error)[:100]}); "
-            "download it on "
-            f"another machine and copy it into {torch.hub.get_dir()}/checkpoints/"
+            f"download it on another machine and copy it into {torch.hub.get_dir()}/checkpoints/"
         ) from None
 
 
 def head_of(model, num_classes):
     """Return the name of a model's last layer that has one output per class."""
-    sizes = {
-        name: getattr(m, "out_features", getattr(m, "out_channels", None))
-        for name, m in model.named_modules()
-    }
-    return [name for name, size in sizes.items() if size == num_classes][-1]
+    names = []
+    for name, module in model.named_modules():
+        size = getattr(module, "out_features", getattr(module, "out_channels", None))
+        if size == num_classes:
+            names.append(name)
+    return names[-1]
 
 
 def replace_head(model, weights, num_classes):
@@ -92,10 +92,9 @@ def replace_head(model, weights, num_classes):
         f"{name} {tuple(value.shape)}" for name, value in weights.items() if name not in loaded
     ]
     made = [f"{name} {tuple(value.shape)}" for name, value in new.items()]
-    return (
-        loaded | new,
-        f"{len(loaded)} tensors loaded | new: {', '.join(made)} | left out: {', '.join(left_out)}",
-    )
+    message = f"{len(loaded)} tensors loaded | new: {', '.join(made)} | "
+    message += f"left out: {', '.join(left_out)}"
+    return loaded | new, message
 
 
 def prefixes_of(names):
@@ -142,7 +141,10 @@ def begins_with(name, prefixes):
 
     layer1.0.bn1 begins with layer and with layer1, but 17 does not begin with 1.
     """
-    patterns = (
-        re.escape(prefix) + (r"(?!\d)" if prefix[-1].isdigit() else "") for prefix in prefixes
-    )
-    return any(re.match(pattern, name) for pattern in patterns)
+    for prefix in prefixes:
+        pattern = re.escape(prefix)
+        if prefix[-1].isdigit():
+            pattern += r"(?!\d)"
+        if re.match(pattern, name):
+            return True
+    return False

@@ -25,6 +25,40 @@ class RecipeParser(Parser):
 def parse_args(doc):
     """Parse the flags of 06, whose docstring is `doc`."""
     parser = RecipeParser(doc, fromfile_prefix_chars="@")
+    add_data_flags(parser)
+    add_model_flags(parser)
+    add_recipe_flags(parser)
+    add_run_flags(parser)
+    add_machine_flags(parser)
+    # torch.distributed.launch passes --local-rank; LOCAL_RANK says the same.
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    del args.local_rank
+    check_flags(parser, args)
+    check_machine_flags(parser, args)
+    return args
+
+
+def check_flags(parser, args):
+    """Refuse flags that contradict each other, or lack another one."""
+    if (args.train_path is None) == (args.dummy is None):
+        parser.error(
+            "expected either a folder of images or --dummy N: 06_imagenet.py data/imagenet"
+        )
+    if args.evaluate and not (args.weights or args.resume):
+        parser.error("--evaluate without a model to evaluate: add --weights FILE or --resume")
+    if args.evaluate and args.weights and args.resume:
+        parser.error(
+            "--evaluate with both --weights and --resume: which model? leave out one of the two"
+        )
+    if args.new_head and not args.weights:
+        parser.error(
+            "--new-head without --weights: which weights to start from? add --weights FILE"
+        )
+
+
+def add_data_flags(parser):
+    """Add the flags that decide what to train on."""
     add = parser.add_argument_group("data").add_argument
     add(
         "train_path",
@@ -57,6 +91,9 @@ def parse_args(doc):
         help="loader processes per rank; one per core if not given",
     )
 
+
+def add_model_flags(parser):
+    """Add the flags that decide what is trained."""
     add = parser.add_argument_group("model").add_argument
     add(
         "--arch",
@@ -82,6 +119,9 @@ def parse_args(doc):
     )
     add("--sync-bn", action="store_true", help="batch norm over the images of all processes")
 
+
+def add_recipe_flags(parser):
+    """Add the flags that decide how the weights change."""
     add = parser.add_argument_group("recipe").add_argument
     add(
         "--epochs",
@@ -168,6 +208,9 @@ def parse_args(doc):
         help="for weights, order, crops and dropout",
     )
 
+
+def add_run_flags(parser):
+    """Add the flags that decide what happens beside the training."""
     add = parser.add_argument_group("run").add_argument
     add(
         "--evaluate",
@@ -231,28 +274,6 @@ def parse_args(doc):
     )
     add("--tensorboard", metavar="DIR", help="write event files for TensorBoard")
     add("--deterministic", action="store_true", help="the same bits in every run; slower")
-    # torch.distributed.launch passes --local-rank; LOCAL_RANK says the same.
-    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)
-    add_machine_flags(parser)
-
-    args = parser.parse_args()
-    del args.local_rank
-    check_machine_flags(parser, args)
-    if (args.train_path is None) == (args.dummy is None):
-        parser.error(
-            "expected either a folder of images or --dummy N: 06_imagenet.py data/imagenet"
-        )
-    if args.evaluate and not (args.weights or args.resume):
-        parser.error("--evaluate without a model to evaluate: add --weights FILE or --resume")
-    if args.evaluate and args.weights and args.resume:
-        parser.error(
-            "--evaluate with both --weights and --resume: which model? leave out one of the two"
-        )
-    if args.new_head and not args.weights:
-        parser.error(
-            "--new-head without --weights: which weights to start from? add --weights FILE"
-        )
-    return args
 
 
 class Interval(NamedTuple):
@@ -290,18 +311,16 @@ def check_machine_flags(parser, args):
     """Refuse what cannot work on this machine."""
     if args.amp == "fp16" and not torch.accelerator.is_available():
         parser.error(
-            "argument --amp: fp16 needs a GPU and there is none here; on a CPU use --amp bf16 or "
-            "none"
+            "argument --amp: fp16 needs a GPU and there is none here; "
+            "on a CPU use --amp bf16 or none"
         )
     if args.compile and not can_compile():
-        install = (
-            "xcode-select --install"
-            if sys.platform == "darwin"
-            else "sudo apt-get install gcc g++ python3-dev"
-        )
+        install = "sudo apt-get install gcc g++ python3-dev"
+        if sys.platform == "darwin":
+            install = "xcode-select --install"
         parser.error(
-            f"argument --compile: no C or C++ compiler or no Python.h here; {install}, or leave "
-            "--compile out"
+            f"argument --compile: no C or C++ compiler or no Python.h here; {install}, "
+            "or leave --compile out"
         )
 
 
@@ -310,6 +329,5 @@ def can_compile():
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if torch.cuda.is_available():
         compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), "gcc")
-    return bool(shutil.which(compiler)) and os.path.exists(
-        sysconfig.get_path("include") + "/Python.h"
-    )
+    header = os.path.join(sysconfig.get_path("include"), "Python.h")
+    return bool(shutil.which(compiler)) and os.path.exists(header)

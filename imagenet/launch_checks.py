@@ -39,8 +39,8 @@ def check_restarts(d, resume):
         return
     if not resume:
         raise UserError(
-            f"--max-restarts={restarts} without --resume: each restart would begin at zero; "
-            "add --resume"
+            f"--max-restarts={restarts} without --resume: "
+            "each restart would begin at zero; add --resume"
         )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and d.is_main:
         log.warning(

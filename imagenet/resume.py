@@ -94,36 +94,41 @@ def micro_batches(args, world_size, state):
 
 
 def check_batches(args, d, model, sampler):
-    """Refuse a batch too small to be cut into pieces, and name flags without effect here."""
+    """Refuse a batch that is too small to be cut into pieces, and print hints."""
     fewest, most = sampler.piece_sizes()
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     synchronized = args.sync_bn and d.world_size > 1
     least = 2 if batch_norm and not synchronized else 1
     if fewest < least:
+        enough = least * d.world_size * sampler.accumulate
         raise UserError(
             f"--batch-size {args.batch_size} leaves {fewest} to {most} images for each of "
-            f"{d.world_size} processes in "
-            f"{sampler.accumulate} micro-batches: expected {least} or more; at least --batch-size "
-            f"{least * d.world_size * sampler.accumulate}, or fewer processes or micro-batches"
+            f"{d.world_size} processes in {sampler.accumulate} micro-batches: "
+            f"expected {least} or more; at least --batch-size {enough}, "
+            "or fewer processes or micro-batches"
         )
-    if args.warmup_epochs >= args.epochs and not args.evaluate and d.is_main:
+    if d.is_main:
+        print_hints(args, d)
+
+
+def print_hints(args, d):
+    """Print what is given and has no effect here, or not the one that people expect."""
+    if args.warmup_epochs >= args.epochs and not args.evaluate:
         print(
-            f"--warmup-epochs {args.warmup_epochs:g} of --epochs {args.epochs}: the learning rate "
-            "never reaches its "
-            f"peak; expected a shorter warm-up, as --warmup-epochs {args.epochs / 20:g}"
+            f"--warmup-epochs {args.warmup_epochs:g} of --epochs {args.epochs}: "
+            "the learning rate never reaches its peak; "
+            f"expected a shorter warm-up, as --warmup-epochs {args.epochs / 20:g}"
         )
-    looks = d.is_main and args.train_path and not args.evaluate
-    if looks and (test := unused_test_folder(args.train_path, args.val_path)):
-        best = f"{args.checkpoints_path}/best.pt"
-        print(
-            f"{test} is not used; to evaluate on it later: --evaluate --weights {best} --val-path "
-            f"{test}"
-        )
-    if args.sync_bn and d.world_size == 1 and d.is_main:
+    if args.train_path and not args.evaluate:
+        test = unused_test_folder(args.train_path, args.val_path)
+        if test:
+            command = f"--evaluate --weights {args.checkpoints_path}/best.pt --val-path {test}"
+            print(f"{test} is not used; to evaluate on it later: {command}")
+    if args.sync_bn and d.world_size == 1:
         print(
             "--sync-bn with one process: ordinary batch norm, because there are no other processes"
         )
     is_gpu = d.device.type == "cuda"
     emulated = is_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
-    if args.amp == "bf16" and emulated and d.is_main:
+    if args.amp == "bf16" and emulated:
         print("--amp bf16: this GPU emulates bf16, which is slow; --amp fp16 is faster here")

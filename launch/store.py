@@ -51,8 +51,8 @@ def bind(port):
         bound.bind(("", port))
     except OSError as error:
         fail(
-            f"port {port}: {error.strerror}; stop the process that uses it (ss -ltnp), or run "
-            "store.py --port N"
+            f"port {port}: {error.strerror}; "
+            "stop the process that uses it (ss -ltnp), or run store.py --port N"
         )
     return bound
 

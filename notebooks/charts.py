@@ -75,8 +75,8 @@ def load(name, columns, alike=(), only=None):
     times = sorted(started[:10] for started, _ in runs)
     print(f"{' and '.join(sorted({records.hardware(line) for line in lines}))}")
     print(
-        f"results/{name}/{MACHINE}.jsonl: {len(lines)} records of {len(runs)} runs, {times[0]} to "
-        f"{times[-1]}"
+        f"results/{name}/{MACHINE}.jsonl: "
+        f"{len(lines)} records of {len(runs)} runs, {times[0]} to {times[-1]}"
     )
     return lines
 

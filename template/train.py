@@ -116,8 +116,8 @@ def main(args):
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     if not len(train_loader):
         raise ValueError(
-            f"--batch-size {args.batch_size}: expected at most the {len(train_set)} training "
-            "examples"
+            f"--batch-size {args.batch_size}: "
+            f"expected at most the {len(train_set)} training examples"
         )
     # Every example counts once: DistributedSampler would repeat some if the processes do not divide
     # their number.

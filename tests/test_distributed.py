@@ -490,8 +490,8 @@ def test_a_port_that_is_taken_is_named_with_a_free_one(monkeypatch):
         first, second = meet(2, [0, 1], port=port, timeout=3)
     assert f"port {port} of this machine is taken" in first and "export MASTER_PORT=" in first
     expected = (
-        f"could not reach rank 0 at localhost:{port} (something answers there, but not as the "
-        "store of 2 ranks)"
+        f"could not reach rank 0 at localhost:{port} (something answers there, "
+        "but not as the store of 2 ranks)"
     )
     assert expected in second and "\n" not in second
 
@@ -557,8 +557,8 @@ def test_two_jobs_that_share_a_port_do_not_merge():
     ).start()
     (result,) = meet(2, [1], port, job="8.0")
     found = (
-        f"the store of 2 ranks of job 7.0 answers at localhost:{port}: expected the store of 2 "
-        "ranks of job 8.0;"
+        f"the store of 2 ranks of job 7.0 answers at localhost:{port}: "
+        "expected the store of 2 ranks of job 8.0;"
     )
     assert found in result
 

@@ -437,12 +437,12 @@ def test_ctrl_c_leaves_neither_processes_nor_half_a_record(tmp_path):
     write_images(tmp_path, "train", (32, 32))
     write_images(tmp_path, "test", (32, 32))
     code = (
-        "import sys; from pathlib import Path; sys.argv[0] = 'tools/experiments.py'; from tools "
-        "import experiments; "
+        "import sys; from pathlib import Path; sys.argv[0] = 'tools/experiments.py'; "
+        "from tools import experiments; "
     )
     code += (
-        f"experiments.RESULTS = Path({str(tmp_path / 'results')!r}); from common.errors import "
-        "one_line_errors\n"
+        f"experiments.RESULTS = Path({str(tmp_path / 'results')!r}); "
+        "from common.errors import one_line_errors\n"
     )
     # begin with torchrun
     code += "plan = experiments.plan; experiments.plan = lambda *given: plan(*given)[1:]\n"

@@ -34,14 +34,14 @@ LIBRARIES += Path(torch.__file__).parent.parent.glob("nvidia/nccl/lib/libnccl.so
 # Two errors after the death of a peer. Their parts in angle brackets are variable, the others are
 # in the libraries.
 PROCESS_GROUP_NCCL = (
-    "NCCL error in: </pytorch/NCCLUtils.cpp:94>, <remote process exited or there was a network "
-    "error>, "
-    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
-    "prematurely."
+    "NCCL error in: </pytorch/NCCLUtils.cpp:94>, "
+    "<remote process exited or there was a network error>, "
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process "
+    "exiting prematurely."
 )
 NCCL2 = (
-    "NCCL <operation> <failed>\nNCCL Last Error: <socketProgress: Connection closed by remote "
-    "peer> <host1>"
+    "NCCL <operation> <failed>\nNCCL Last Error: <socketProgress: "
+    "Connection closed by remote peer> <host1>"
 )
 
 
@@ -323,8 +323,8 @@ def test_a_record_names_the_software_of_a_gpu(monkeypatch):
     [
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n",
         (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  "
-            "(dvs)\n"
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  "
+            "Release Build  (dvs)\n"
         ),
     ],
 )

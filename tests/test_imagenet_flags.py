@@ -144,8 +144,8 @@ def test_compile_without_a_compiler_says_what_to_install(monkeypatch, capsys):
 
 def test_what_cannot_train_says_so_before_it_begins(train, one_each, tmp_path):
     cases = {
-        "--batch-size 8 leaves 0 to 1 images for each of 2 processes in 8 micro-batches: expected "
-        "2 or more; at least "
+        "--batch-size 8 leaves 0 to 1 images for each of 2 processes in 8 micro-batches: "
+        "expected 2 or more; at least "
         "--batch-size 32": (2, [one_each, "--batch-size", 8, "--accumulate", 8]),
         "is not a folder: expected one with train/CLASS/*.jpg": (1, [tmp_path / "missing"]),
         "has no train/ with val/ or test/ beside it: expected validation images": (

@@ -183,8 +183,8 @@ def test_without_batch_norm_any_world_learns_the_same(train, launcher, world_siz
     )
     assert launcher == "forked" or f"started by {launcher} | world size {world_size} " in many.out
     assert (
-        f"global batch = {GLOBAL_BATCH // world_size} x {world_size} = {GLOBAL_BATCH} | lr "
-        "0.01 -> 0.0025"
+        f"global batch = {GLOBAL_BATCH // world_size} x {world_size} = "
+        f"{GLOBAL_BATCH} | lr 0.01 -> 0.0025"
     ) in many.out
 
 

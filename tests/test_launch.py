@@ -66,8 +66,8 @@ def test_a_rung_under_max_restarts_says_that_it_begins_again(monkeypatch, capsys
         err = capsys.readouterr().err
         assert (
             err.count(
-                "--max-restarts=3: each restart begins at epoch 1; 06_imagenet.py --resume "
-                "continues"
+                "--max-restarts=3: each restart begins at epoch 1; "
+                "06_imagenet.py --resume continues"
             )
             == lines
         )
@@ -129,8 +129,8 @@ def test_every_rank_crops_and_mirrors_in_its_own_way(small_folder, tmp_path):
         "    return original(images, padding, top, left, mirror)\n"
         "def build(args, dataset, original=models.build_model):\n"
         "    net = original(args, dataset)\n"
-        "    tell('weights', sum(p.double().sum().item() for p in net.parameters()))\n"
-        "    return net\n"
+        "    tell('weights', sum(p.double().sum().item() for p in "
+        "net.parameters()))\n    return net\n"
         "data.crop_and_flip, models.build_model = crop, build\n"
     )
     env = os.environ | {"PYTHONPATH": f"{probe}:{ROOT}"}
@@ -151,8 +151,8 @@ def test_no_thread_of_gloo_outlives_the_process_group(copy):
     part of a reference cycle, as with a trainer and a callback that know each other."""
     wrap = "    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))\n"
     wrap += (
-        "    ddp(torch.ones(1, 4)).sum().backward()\n    cycle = [ddp]\n    cycle.append(cycle)\n  "
-        "  total = "
+        "    ddp(torch.ones(1, 4)).sum().backward()\n    cycle = [ddp]\n    "
+        "cycle.append(cycle)\n    total = "
     )
     count = "import glob\nthreads = [open(f).read() for f in glob.glob('/proc/self/task/*/comm')]\n"
     train = TRAIN.replace("    total = ", wrap) + count + "print(len(threads), threads)\n"

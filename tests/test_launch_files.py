@@ -122,8 +122,8 @@ def without(name):
     return [
         {name: ""},
         (
-            f"{name} is not set: SenseCore sets it for a job submitted with -d AllReduce, not -d "
-            "StandAlone"
+            f"{name} is not set: SenseCore sets it for a job submitted with -d "
+            "AllReduce, not -d StandAlone"
         ),
     ]
 

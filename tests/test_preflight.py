@@ -512,8 +512,8 @@ def test_the_report_tells_ms_and_gb_per_second():
         gradients = sum(weight.nbytes for weight in torchvision.models.resnet50().parameters())
     check = checks.check_all_reduce(all_reduce.Outcome(times, None, {}, []), ranks)
     expected = (
-        f"the gradients of ResNet-50 ({gradients / 1e6:.0f} MB) take {100 * gradients / 2**26:.1f} "
-        "ms"
+        f"the gradients of ResNet-50 ({gradients / 1e6:.0f} MB) take "
+        f"{100 * gradients / 2**26:.1f} ms"
     )
     assert (check.verdict, check.found) == ("ok", expected)
     shown = show.as_text(ranks, {0: 0.0, 1: -0.26}, [check], times)

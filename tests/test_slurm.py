@@ -138,8 +138,8 @@ def test_torchrun_in_a_step_has_distinct_ranks(slurm, copy):
     """All of its workers have the SLURM_PROCID of their torchrun."""
     torchrun = "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID"
     lines = (
-        f"cd {copy}; srun -n2 --ntasks-per-node=1 {torchrun} --rdzv-endpoint=$(hostname):24999 "
-        "train.py"
+        f"cd {copy}; srun -n2 --ntasks-per-node=1 {torchrun} "
+        "--rdzv-endpoint=$(hostname):24999 train.py"
     )
     job = slurm.sbatch(batch(copy, lines, options="-N2 --ntasks-per-node=2"))
     assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
@@ -158,8 +158,8 @@ def mpirun():
 @pytest.mark.slow
 def test_mpirun_starts_one_world_on_the_machines_of_a_job(slurm, copy, mpirun):
     lines = (
-        f"cd {copy}; export MASTER_ADDR=$(hostname); {mpirun} -x MASTER_ADDR --map-by node python "
-        "train.py"
+        f"cd {copy}; export MASTER_ADDR=$(hostname); "
+        f"{mpirun} -x MASTER_ADDR --map-by node python train.py"
     )
     job = slurm.sbatch(batch(copy, lines, options="-N2 --ntasks-per-node=1"))
     assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)

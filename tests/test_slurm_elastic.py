@@ -9,8 +9,8 @@ from tools.lab.slurm_cluster import wait_until
 
 STEPS = 100  # an epoch
 FLAGS = (
-    "--dummy 800 --batch-size 8 --arch mnist_net --image-size 16 --eval-every 0 --print-every 10 "
-    "--workers 0"
+    "--dummy 800 --batch-size 8 --arch mnist_net --image-size 16 --eval-every 0 "
+    "--print-every 10 --workers 0"
 )
 
 

@@ -124,8 +124,8 @@ def syncbn(machine, args, repeat):
         for batch in SYNCBN_BATCHES:
             one_process = f"python 01_snsc.py {flags} --batch-size {n * batch} --seed {repeat}"
             processes = (
-                f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size {batch} --seed "
-                f"{repeat}"
+                f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size "
+                f"{batch} --seed {repeat}"
             )
             runs += [
                 Run(command, images)
@@ -348,8 +348,8 @@ def plan(name, machine, args):
             "scaling": "1, 2 and more processes",
         }
         raise UserError(
-            f"{name} needs {needs[name]}, found {' '.join(map(str, counts))} on {machine.devices} "
-            f"{machine.kind}: set "
+            f"{name} needs {needs[name]}, "
+            f"found {' '.join(map(str, counts))} on {machine.devices} {machine.kind}: set "
             "--processes 1 2 4 if there are enough; without GPUs (CUDA_VISIBLE_DEVICES=) "
             "processes share the cores"
         )
@@ -492,8 +492,8 @@ def execute(command):
             reason = next((line for line in messages if "error" in line.lower()), last)
             print(*messages[-20:], sep="\n", file=sys.stderr)
             raise UserError(
-                f"exit code {process.returncode}: {reason}; recorded runs are kept. The command: "
-                f"{command}"
+                f"exit code {process.returncode}: {reason}; "
+                f"recorded runs are kept. The command: {command}"
             )
         records = read(log)
     for record in records:

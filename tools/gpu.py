@@ -35,12 +35,12 @@ from tools.experiments import Machine
 PART_SECONDS = 480
 LINES = 12  # of output to record, the last ones
 DUMMY = (
-    "06_imagenet.py --dummy 12800 --arch resnet18 --batch-size 256 --eval-every 0 --workers 0 "
-    "--print-every 10"
+    "06_imagenet.py --dummy 12800 --arch resnet18 --batch-size 256 --eval-every 0 "
+    "--workers 0 --print-every 10"
 )
 EXACT = (
-    "--arch resnet18 --image-size 64 --batch-size 64 --deterministic --ema 0.9 --workers 0 "
-    "--eval-every 0"
+    "--arch resnet18 --image-size 64 --batch-size 64 --deterministic --ema 0.9 "
+    "--workers 0 --eval-every 0"
 )
 # What srun tells the only task of a step.
 ONE_TASK = (
@@ -276,8 +276,8 @@ def main(args):
         print(f"{machine.name}: {sum(part.minutes for part in parts)} minutes in all")
         for part in parts:
             print(
-                f"{'done' if part.name in done else '':5} {part.name:10} {part.minutes} min  "
-                f"{part.what}"
+                f"{'done' if part.name in done else '':5} {part.name:10} "
+                f"{part.minutes} min  {part.what}"
             )
         return
     failed = []

@@ -114,8 +114,8 @@ def main(args):
     (target / SETTINGS).write_text(json.dumps(settings) + "\n")
     damaged = 0
     print(
-        f"{len(items)} images, {len(items) - len(todo)} of them done before | {args.workers} "
-        "processes"
+        f"{len(items)} images, {len(items) - len(todo)} of them done before | "
+        f"{args.workers} processes"
     )
     with (
         concurrent.futures.ProcessPoolExecutor(args.workers) as pool,
@@ -146,8 +146,8 @@ def main(args):
     )
     if damaged and damaged == len(todo):
         raise UserError(
-            f"none of {damaged} images can be read: expected JPEG, PNG or other images; {SETTINGS} "
-            "stays"
+            f"none of {damaged} images can be read: "
+            f"expected JPEG, PNG or other images; {SETTINGS} stays"
         )
     print(f"next: python 06_imagenet.py {target} @recipes/resnet18.args")
 
@@ -167,8 +167,8 @@ def find_items(source, val_share):
     if (source / "train").is_dir():
         if not (source / "val").is_dir():
             raise UserError(
-                f"{source} has train/ and no val/: expected both, or one folder per class with "
-                "--val-share"
+                f"{source} has train/ and no val/: "
+                "expected both, or one folder per class with --val-share"
             )
         if val_share:
             raise UserError(f"--val-share: {source} has val/ already; leave the flag out")
@@ -180,8 +180,8 @@ def find_items(source, val_share):
         ]
     if val_share is None:
         raise UserError(
-            f"{source} has neither train/ nor {TRAIN_TAR}; to split class folders, add --val-share "
-            "0.1"
+            f"{source} has neither train/ nor {TRAIN_TAR}; "
+            "to split class folders, add --val-share 0.1"
         )
     return [
         item for items in class_items(source).values() for item in split_class(items, val_share)
@@ -212,8 +212,8 @@ def class_items(folder):
         )
         if not images:
             raise UserError(
-                f"{path} has no images ({', '.join(IMG_EXTENSIONS)}): put some there or delete the "
-                "folder"
+                f"{path} has no images ({', '.join(IMG_EXTENSIONS)}): "
+                "put some there or delete the folder"
             )
         names = ["_".join(p.relative_to(path).parts) for p in images]
         pairs = zip(images, names, strict=True)
@@ -231,8 +231,8 @@ def split_class(items, share):
     """
     if len(items) < 2:
         raise UserError(
-            f"{items[0].file} is the only image of its class: expected one for training and one "
-            "for validation"
+            f"{items[0].file} is the only image of its class: "
+            "expected one for training and one for validation"
         )
     ordered = sorted(items, key=lambda item: (zlib.crc32(item.target.encode()), item.target))
     count = sum(zlib.crc32(item.target.encode()) < share * 2**32 for item in items)
@@ -352,8 +352,8 @@ def check_space(todo, target, args):
     if needed > 0.95 * free:
         found = f"{target}: about {needed / 2**30:.1f} GiB to write, {free / 2**30:.1f} GiB free"
         raise UserError(
-            f"{found}: expected enough space; free some, or make the images smaller with "
-            "--short-side"
+            f"{found}: expected enough space; "
+            "free some, or make the images smaller with --short-side"
         )
 
 

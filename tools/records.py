@@ -104,13 +104,13 @@ def load(name, machine, columns, only=None, results=None):
         for column, kind in (ENVIRONMENT | columns).items():
             if column not in record:
                 raise RecordError(
-                    f"{path}, line {k}: no column {column!r}, but {', '.join(record)}; "
-                    f"{record_some}"
+                    f"{path}, line {k}: no column {column!r}, "
+                    f"but {', '.join(record)}; {record_some}"
                 )
             if not fits(value := record[column], kind):
                 raise RecordError(
-                    f"{path}, line {k}: {column} is {value!r}, expected a value of type "
-                    f"{kind.__name__}"
+                    f"{path}, line {k}: {column} is {value!r}, "
+                    f"expected a value of type {kind.__name__}"
                 )
     return list(selected.values())
 

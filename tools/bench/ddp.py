@@ -91,8 +91,8 @@ def main(args):
     device = pick_device()
     env = environment(device)
     print(
-        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs "
-        "of each, in turn"
+        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | "
+        f"{args.repeats} runs of each, in turn"
     )
     worlds = [(1, 1), (2, 1), (1, 2)]  # processes, threads per process
     if device.type == "cuda":
@@ -137,8 +137,8 @@ def show(runs, worlds):
     """Print images per second, efficiency and exposed communication of each variant."""
     base = runs["1 x 1 plain"]
     print(
-        f"\n{'processes x threads':36} {'img/s, median (range)':>24} {'efficiency':>20} "
-        f"{'exposed':>20}"
+        f"\n{'processes x threads':36} {'img/s, median (range)':>24} "
+        f"{'efficiency':>20} {'exposed':>20}"
     )
     for name, speeds in runs.items():
         processes, _, threads = name.split(" ")[:3]

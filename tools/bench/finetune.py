@@ -71,8 +71,8 @@ def parse_args():
 def main(args):
     env = environment(torch.device("cpu"))
     print(
-        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs "
-        "of each way"
+        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | "
+        f"{args.repeats} runs of each way"
     )
     with tempfile.TemporaryDirectory() as folder:
         first, second = (make_half(args, Path(folder), half) for half in (0, 1))
@@ -85,8 +85,8 @@ def main(args):
             for way, flags in WAYS.items():
                 weights = Path(folder, "before/best.pt")
                 flags = (
-                    f"{flags.format(weights=weights)} --epochs {args.tuning_epochs} --lr 0.1 "
-                    "--warmup-epochs 0"
+                    f"{flags.format(weights=weights)} --epochs {args.tuning_epochs} --lr "
+                    "0.1 --warmup-epochs 0"
                 )
                 path = Path(folder, f"{way} {repeat}".replace(" ", "-"))
                 accuracy, steps = train(second, path, f"{flags} --seed {repeat}")

@@ -72,8 +72,8 @@ def main(args):
     train_set, _ = build_datasets(args)
     env = environment(pick_device())
     print(
-        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs "
-        "of each, in turn"
+        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | "
+        f"{args.repeats} runs of each, in turn"
     )
 
     loops = list(LOOPS)
@@ -93,8 +93,8 @@ def main(args):
             )
 
     print(
-        f"\n{'loop':16} {'img/s, median (range)':>28} {'peak memory':>12}   01 / loop, median "
-        "(range)"
+        f"\n{'loop':16} {'img/s, median (range)':>28} {'peak memory':>12}   01 / "
+        "loop, median (range)"
     )
     for loop in loops:
         speeds = [run["images_per_second"] for run in runs[loop]]

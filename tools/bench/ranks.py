@@ -48,8 +48,8 @@ from tools.records import append
 STEPS = 60  # training steps with votes
 PATIENCE = 300  # seconds to wait for any event
 FLAGS = (
-    "--arch small_net --image-size 32 --epochs 1000 --eval-every 0 --print-every 1 --workers 0 "
-    "--timeout 120"
+    "--arch small_net --image-size 32 --epochs 1000 --eval-every 0 --print-every 1 "
+    "--workers 0 --timeout 120"
 )
 
 
@@ -92,8 +92,8 @@ def main(args):
     for n in args.votes:
         row = measure_votes(n, args.step_ms / 1000)
         print(
-            f"{n:5}   {1000 * row['vote_seconds']:5.1f} ms   {100 * row['cost_every_step']:14.2f} "
-            "%   "
+            f"{n:5}   {1000 * row['vote_seconds']:5.1f} ms   "
+            f"{100 * row['cost_every_step']:14.2f} %   "
             f"{row['every']:19}   {100 * row['cost']:.2f} %",
             flush=True,
         )

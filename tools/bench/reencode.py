@@ -63,8 +63,8 @@ def parse_args():
 def main(args):
     env = environment(torch.device("cpu"))
     print(
-        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} "
-        "readings, in turn"
+        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | "
+        f"{args.repeats} readings, in turn"
     )
     with tempfile.TemporaryDirectory() as copies:
         folders = {None: Path(args.data_dir)} | {

@@ -55,8 +55,8 @@ def main(args):
         buckets = ", ".join(f"{size / 2**20:.1f}" for size in measured["bucket_bytes"])
         whole, compute = 1000 * measured["seconds"], 1000 * measured["compute_seconds"]
         print(
-            f"training step: {whole:.1f} ms, without communication {compute:.1f} ms; buckets of "
-            f"{buckets} MiB"
+            f"training step: {whole:.1f} ms, without communication {compute:.1f} ms; "
+            f"buckets of {buckets} MiB"
         )
         write(args, env, bench="step", **measured)
 

@@ -98,8 +98,8 @@ def main(args):
         for name, times in found.items():
             print(f"{name:10} " + ", ".join(f"{begin:.0f} to {end:.0f} ms" for begin, end in times))
         print(
-            f"{hidden_share(found):.0%} of the all-reduces' time is hidden behind the backward "
-            f"pass | {args.trace}"
+            f"{hidden_share(found):.0%} of the all-reduces' time is hidden behind the "
+            f"backward pass | {args.trace}"
         )
         record = {"world_size": d.world_size, "batch_size": args.batch_size, "spans": found}
         append(args.log_file, record | environment(d.device))

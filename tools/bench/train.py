@@ -86,8 +86,8 @@ def main(args):
         return
     env = environment(pick_device())
     print(
-        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.repeats} runs "
-        "of each, in turn"
+        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | "
+        f"{args.repeats} runs of each, in turn"
     )
     has_files = os.path.isdir(os.path.join(args.data_dir, "train"))
     runs = {name: [] for name in RUNS if has_files or name != "files"}
@@ -101,8 +101,8 @@ def main(args):
             )
 
     print(
-        f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   against the bare step, "
-        "median (range)"
+        f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   against the bare "
+        "step, median (range)"
     )
     for name, measured in runs.items():
         speeds = [run["images_per_second"] for run in measured]
@@ -117,8 +117,8 @@ def main(args):
         checkpoint_cost(*(run["images_per_second"] for run in pair), vars(args)) for pair in pairs
     ]
     print(
-        f"a checkpoint every 100 steps costs {spread([100 * cost for cost in costs], '.2f')} % of "
-        "the time"
+        "a checkpoint every 100 steps costs "
+        f"{spread([100 * cost for cost in costs], '.2f')} % of the time"
     )
     if has_files:
         compare_loaders(args, env)

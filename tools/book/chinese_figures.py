@@ -35,8 +35,8 @@ def save(fig, name, english):
     )
     if file is None:
         print(
-            f"no Chinese figure: the font {FONT} is not installed: apt-get install "
-            "fonts-wqy-microhei"
+            f"no Chinese figure: the font {FONT} is not installed: "
+            "apt-get install fonts-wqy-microhei"
         )
         return
     # matplotlib's own list of fonts may be older than the font

@@ -123,8 +123,8 @@ def cifar10():
             rows.append((name, *(f"{mean(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in values)))
         seeds = ", ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
         return (
-            f"{table(('accuracy in % after epoch', *epochs), rows)}\n\nHere: seeds {seeds}, mean "
-            "(range)."
+            f"{table(('accuracy in % after epoch', *epochs), rows)}\n\nHere: "
+            f"seeds {seeds}, mean (range)."
         )
 
     return by_hardware(select(published_setting(), world_size=1), render)
@@ -320,8 +320,8 @@ def train():
             for without, saving in zip(kinds["dummy"], kinds["checkpoints"], strict=True)
         ]
         return (
-            f"{table(head, rows)}\n\nA checkpoint every 100 steps costs {spread(costs, '.2f')} % "
-            "of the time."
+            f"{table(head, rows)}\n\nA checkpoint every 100 steps costs "
+            f"{spread(costs, '.2f')} % of the time."
         )
 
     return by_hardware(records("train"), lambda runs: by_command(runs, render))

@@ -72,8 +72,8 @@ TORCHRUN = {
     "--master-port": "port on machine 0, 29500 unless given; only for a fixed number of machines",
     "--standalone": "one machine, and a free port: for several jobs on one machine",
     "--rdzv-backend": (
-        "how machines find each other: static (with --node-rank) or c10d (machines may join and "
-        "exit)"
+        "how machines find each other: "
+        "static (with --node-rank) or c10d (machines may join and exit)"
     ),
     "--rdzv-endpoint": "HOST:PORT of the store of the rendezvous",
     "--rdzv-id": "name of the job, the same on all machines and different for each job",
@@ -89,8 +89,8 @@ TORCHRUN = {
     "--run-path": "run the script within the interpreter of the worker, from its absolute path",
     "--log-dir": "folder for the output of each process",
     "--redirects": (
-        "write output to files instead of the terminal: 3 is both streams of all, 1:3 those of "
-        "local rank 1"
+        "write output to files instead of the terminal: "
+        "3 is both streams of all, 1:3 those of local rank 1"
     ),
     "--tee": "write output to files and to the terminal; values as for --redirects",
     "--log-line-prefix-template": "prefix of each line of --tee: '${hostname}:${rank}: '",

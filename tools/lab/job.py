@@ -19,8 +19,8 @@ STORE = 3  # host 3 runs the store
 # A training step takes a tenth of a second on two cores, and there are more steps than all drills
 # together need.
 TRAINING = (
-    "--dummy 1200 --image-size 16 --arch mnist_net --batch-size 24 --epochs 1000 --eval-every 0 "
-    "--print-every 1"
+    "--dummy 1200 --image-size 16 --arch mnist_net --batch-size 24 --epochs 1000 "
+    "--eval-every 0 --print-every 1"
 )
 # Variables for launch/06_elastic.sh. The timeouts are too short for machines that save large
 # checkpoints.
@@ -278,8 +278,8 @@ class Job:
             oldest = min((event.number for event in restarts), default=self.safe)
             if oldest < self.safe:
                 seen.mistakes.append(
-                    f"resumed after step {oldest}, although all hosts had a checkpoint of "
-                    f"{self.safe}"
+                    f"resumed after step {oldest}, "
+                    f"although all hosts had a checkpoint of {self.safe}"
                 )
             self.check()
             since = restarts[0].time if restarts else begin

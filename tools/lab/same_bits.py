@@ -43,8 +43,8 @@ def differences(one, other, place=""):
 def main():
     if len(sys.argv) != 3:
         raise UserError(
-            "expected two folders: python tools/lab/same_bits.py checkpoints/whole "
-            "checkpoints/killed"
+            "expected two folders: python tools/lab/same_bits.py "
+            "checkpoints/whole checkpoints/killed"
         )
     one, other = map(newest, sys.argv[1:])
     found = [place for part in PARTS for place in differences(one[part], other[part], part)]

@@ -431,8 +431,8 @@ def main():
             sys.exit(subprocess.run(sys.argv[1:], env=cluster.env, cwd=ROOT).returncode)
         except FileNotFoundError:
             sys.exit(
-                f"slurm_cluster.py: error: {sys.argv[1]!r} not found: expected a command such as "
-                "srun or bash"
+                f"slurm_cluster.py: error: {sys.argv[1]!r} not found: "
+                "expected a command such as srun or bash"
             )
         except KeyboardInterrupt:
             sys.exit(130)

@@ -220,8 +220,8 @@ def show(lines):
     print(f"{'file':32} faults  noticed  explained  survived")
     for file, row in table.items():
         print(
-            f"{file:32} {row.total():6} {row['noticed']:8} {row['explained']:10} "
-            f"{row['survived']:9}"
+            f"{file:32} {row.total():6} {row['noticed']:8} "
+            f"{row['explained']:10} {row['survived']:9}"
         )
 
 
