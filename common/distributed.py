@@ -15,15 +15,15 @@ environment variables tell which launcher started it. The first match in this or
 
     torchrun   RANK, WORLD_SIZE and LOCAL_RANK
     mpirun     OMPI_COMM_WORLD_* (Open MPI), or PMI_* with MPI_LOCALRANKID (MPICH, Intel MPI)
-    srun       SLURM_STEP_*; an sbatch script is no step, and its SLURM_NTASKS is that of the job
-    nodes      RANK and WORLD_SIZE alone, which count machines: Kubernetes PyTorchJob and SenseCore
+    srun       SLURM_STEP_*; a bare sbatch script has only SLURM_NTASKS, and so runs as python
+    nodes      RANK and WORLD_SIZE alone: one process per machine (PyTorchJob, SenseCore)
     python     none of these
 
 torchrun and mpirun come before srun because processes they start in a Slurm step inherit its
 variables. Rank 0 listens at MASTER_ADDR:MASTER_PORT; under srun these default to the first host of
-the step and a port made from the job id. Afterwards the variables of torchrun, RANK to MASTER_PORT,
-are set under every launcher. A launch that cannot work raises LaunchError. Let the launcher stop
-the other ranks when one fails: torchrun and mpirun do, srun with --kill-on-bad-exit=1.
+the step and a port made from the ids of job and step. Afterwards RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. A launch that cannot work raises LaunchError.
+When a rank fails, torchrun, mpirun and srun --kill-on-bad-exit=1 stop the others.
 """
 
 import concurrent.futures
@@ -81,7 +81,7 @@ class Ranks(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where rank 0 listens, for which job. A launcher that names no job leaves it empty."""
+    """Where rank 0 listens. Its store refuses ranks of another job, if the launcher names jobs."""
 
     host: str
     port: int
@@ -119,23 +119,23 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
     check_processes(launcher, environment)
     address = find_address(launcher, ranks, environment, port)
 
-    least = ranks.local_rank + 1  # there are at least so many processes on this machine
-    device = setup_device(ranks.local_rank, ranks.local_world_size or least, environment)
+    at_least = ranks.local_rank + 1  # processes on this machine
+    device = setup_device(ranks.local_rank, ranks.local_world_size or at_least, environment)
     if backend == "nccl" and device.type != "cuda":
         found = "backend='nccl', and this process sees no GPU"
         raise LaunchError(found, "a GPU, or gloo", "leave it out, or say backend='gloo'")
     backend = backend or dist.get_default_backend_for_device(device)
 
-    store = dist.HashStore() if ranks.world_size == 1 else None  # None: torchrun's own store
+    store = dist.HashStore() if ranks.world_size == 1 else None  # None: torch finds torchrun's
     if address:
         store = rendezvous(address, ranks.rank, ranks.world_size, timeout, device)
         if ranks.local_world_size is None:  # now that all have joined, count them
             ranks = ranks._replace(local_world_size=count_ranks_here(store))
-            setup_device(ranks.local_rank, ranks.local_world_size, environment)
+            setup_device(ranks.local_rank, ranks.local_world_size, environment)  # now it is known
     set_variables(ranks, address, environment)
 
-    # With a device_id, NCCL connects now: its errors are harder to read in the first collective.
-    device_id = None if device.type == "cpu" or backend == "gloo" else device
+    # With a device_id, NCCL connects now, not in the first collective, where errors are obscure.
+    device_id = device if device.type != "cpu" and backend != "gloo" else None
     group = {"rank": ranks.rank, "world_size": ranks.world_size, "store": store}
     dist.init_process_group(backend=backend, timeout=timeout, device_id=device_id, **group)
     return Distributed(*ranks, device, backend, launcher)
@@ -238,7 +238,9 @@ def read_nodes(environment):
     return Ranks(read_number(environment, TORCHRUN, "RANK", 0, n - 1), n, 0, 1)
 
 
-LAUNCHERS = {  # the table at the top of this file
+# The table at the top of this file, in its order. Another launcher also has to be looked at in
+# check_processes(), check_gpus() and find_address().
+LAUNCHERS = {
     "torchrun": read_torchrun,
     "mpirun": read_mpirun,
     "srun": read_srun,
@@ -247,7 +249,10 @@ LAUNCHERS = {  # the table at the top of this file
 
 
 def read_number(environment, command, name, least=0, most=None):
-    """Return a whole number from a variable. LaunchError: none; `command` sets it rightly."""
+    """Return a variable as a whole number. LaunchError: it is none from `least` to `most`.
+
+    `command` is the launch that sets it.
+    """
     text = environment.get(name, "(not set)")
     number = int(text) if re.fullmatch("[0-9]{1,18}", text) else -1
     if number < least or (most is not None and number > most):
@@ -266,7 +271,8 @@ def original_environment():
     added = dict(item.split("=", 1) for item in os.environ.get(ADDED, "").split())
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if name in added and os.environ.get(name) != added[name]:
-            # Somebody has set new ranks for this process: they and the address of the parent hold.
+            # This child process was given a rank of its own. That and the address hold. Only the
+            # LOCAL_WORLD_SIZE of its parent is out of date.
             added = {key: value for key, value in added.items() if key == "LOCAL_WORLD_SIZE"}
     return {name: value for name, value in os.environ.items() if added.get(name) != value}
 
@@ -291,7 +297,10 @@ def set_variables(ranks, address, environment):
 
 
 def check_processes(launcher, environment):
-    """Raise LaunchError if several processes would claim one rank, or processes are missing."""
+    """Raise LaunchError if several processes would claim one rank, or processes are missing.
+
+    Warn of a process that runs alone, though its launcher has started others.
+    """
     is_spawned = multiprocessing.parent_process() is not None
     if launcher in ("srun", "mpirun") and is_spawned:
         found = f"{launcher} has started a script that starts processes itself"
@@ -311,7 +320,10 @@ def check_processes(launcher, environment):
 
 
 def check_torchruns(environment):
-    """Raise LaunchError if srun has started several torchruns on one machine."""
+    """Raise LaunchError if srun has started several torchruns on one machine.
+
+    Warn if the torchruns of several machines do not know of each other.
+    """
     if not {"TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
         return
     tasks = read_number(environment, SRUN, "SLURM_STEP_NUM_TASKS", 1)
@@ -328,7 +340,7 @@ def check_torchruns(environment):
 
 def check_machine(environment):
     """Raise LaunchError if variables count machines, and this one should run several processes."""
-    # PyTorchJob sets it; there, WORLD_SIZE counts processes.
+    # If PyTorchJob sets this, its WORLD_SIZE counts processes, and PET_NNODES the machines.
     per_pod = environment.get("PET_NPROC_PER_NODE", "")
     n = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
     if n > 1:
@@ -371,7 +383,8 @@ def setup_device(local_rank, local_world_size, environment=None):
 def is_shared(environment):
     """Return whether the GPUs that this process sees are for all workers of its torchrun.
 
-    torchrun assigns none, so they are if its own environment names the same ones.
+    torchrun does not divide GPUs. If CUDA_VISIBLE_DEVICES is the same here and in the torchrun that
+    started this process, nobody has divided them.
     """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return False
@@ -496,7 +509,7 @@ def free_port():
     raise LaunchError(found, "a free port", "see whether a firewall or a sandbox is in the way")
 
 
-# Where ranks meet
+# Where ranks meet: a store, which rank 0 keeps and all read and write. Its get() waits for a key.
 
 NETWORK_TIMEOUT = 10  # seconds until a host name that nobody knows is an error
 WARN_AFTER = 15  # seconds of waiting for other ranks
@@ -505,23 +518,25 @@ WARN_AFTER = 15  # seconds of waiting for other ranks
 def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
     """Wait until every rank has joined exactly once, and return the store that rank 0 keeps.
 
-    The first rank that finds a problem publishes it as the verdict; if there is none, the last rank
-    to join says so. No two ranks may share `device`, if it is a GPU. LaunchError: the host is
+    All ranks read one verdict: the first problem that one has found, or null, which the last rank
+    to join writes. No two ranks may share `device`, if it is a GPU. LaunchError: the host is
     unknown, the port taken, a rank missing after `timeout`, or a rank or a GPU claimed twice.
     (torch's own rendezvous does not name missing or duplicate ranks.)
     """
+    gpu = None
+    if device and device.type != "cpu":
+        gpu = torch.get_device_module(device).get_device_properties(device).uuid
     store = open_store(address, rank, world_size, timeout)
     try:
-        count_ranks_here(store, joining=1)
+        add_rank_here(store)
         problem = claim(store, f"rank {rank}")
-        if device and device.type != "cpu":
-            properties = torch.get_device_module(device).get_device_properties(device)
-            problem = problem or claim(store, f"GPU {properties.uuid}")
+        if gpu:
+            problem = problem or claim(store, f"GPU {gpu}")
         if problem or store.add("ranks", 1) == world_size:
             publish(store, problem)
         if rank == 0:
-            watch_for_missing_ranks(store, world_size, address, timeout)
-        verdict = problem.args if problem else json.loads(store.get("verdict"))
+            wait_for_verdict(store, world_size, address, timeout)
+        verdict = problem.args if problem else json.loads(store.get("verdict"))  # get() waits
     except RuntimeError as error:
         found = f"lost rank 0, which kept the store at {address}"
         raise LaunchError(found, "it to wait for all ranks", "read its own message") from error
@@ -548,8 +563,8 @@ def publish(store, problem):
     store.compare_set("verdict", "", json.dumps(problem.args if problem else None))
 
 
-def watch_for_missing_ranks(store, world_size, address, timeout):
-    """Wait as rank 0 for the verdict. Warn of ranks that are missing; publish it after timeout."""
+def wait_for_verdict(store, world_size, address, timeout):
+    """Wait as rank 0 for the verdict. Warn of missing ranks; after `timeout`, they are it."""
     deadline = time.monotonic() + timeout.total_seconds()
     warn_at = min(time.monotonic() + WARN_AFTER, deadline)
     while not store.check(["verdict"]):
@@ -559,7 +574,9 @@ def watch_for_missing_ranks(store, world_size, address, timeout):
         missing = [str(rank) for rank in range(world_size) if not store.check([f"rank {rank}"])]
         if len(missing) > 8:
             missing[8:] = ["..."]
-        names = f"ranks {', '.join(missing)} of {world_size}"
+        names = "a rank that fell silent while it joined"
+        if missing:
+            names = f"ranks {', '.join(missing)} of {world_size}"
         log.warning("rank 0 at %s is waiting for %s", address, names)
         if time.monotonic() > deadline:
             found = f"{names} did not join rank 0 on {socket.gethostname()} at {address}"
@@ -567,9 +584,14 @@ def watch_for_missing_ranks(store, world_size, address, timeout):
         warn_at = deadline
 
 
-def count_ranks_here(store, joining=0):
-    """Return how many ranks of this machine are at the store, after adding those that join."""
-    return store.add(f"ranks on {socket.gethostname()}", joining)
+def add_rank_here(store):
+    """Count this rank among those of its machine."""
+    store.add(f"ranks on {socket.gethostname()}", 1)
+
+
+def count_ranks_here(store):
+    """Return how many ranks of this machine have joined."""
+    return store.add(f"ranks on {socket.gethostname()}", 0)
 
 
 def open_store(address, rank, world_size, timeout=TIMEOUT):
@@ -619,7 +641,7 @@ def connect(address, rank, job, deadline):
     """Return a store, and the job that it says it is for. Errors are those of torch's TCPStore.
 
     Each rank opens one connection, as in torch itself: the store may do a slow name look-up for
-    each. torch gets no time limit: its own does not cover every wait, and prints C++ stacks.
+    each. torch's own time limit, a day here, does not cover every wait, and prints C++ stacks.
     """
     wait_until_resolved(address.host, deadline)
     host = "127.0.0.1" if rank == 0 else address.host
@@ -668,11 +690,11 @@ def unusable_port(port, error):
     return LaunchError(f"port {port} of this machine {reason}", "a free port", command)
 
 
-# How a rank that failed ends
+# How a rank ends that does not wait for the others
 
 
 def end_process(error):
-    """Print the error, unless it is that of sys.exit(), and exit at once."""
+    """Exit at once, with the code of sys.exit(), or with 1 after printing any other error."""
     code = (error.code or 0) if isinstance(error, SystemExit) else None
     if not isinstance(code, int):
         traceback.print_exc()

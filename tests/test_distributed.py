@@ -4,6 +4,7 @@ the last part.
 
 import contextlib
 import http.server
+import json
 import logging
 import os
 import re
@@ -822,3 +823,15 @@ def test_the_store_has_the_timeout_of_the_job():
     assert (
         distributed.rendezvous(Address("127.0.0.1", free_port()), 0, 1, timeout).timeout == timeout
     )
+
+
+def test_a_rank_that_dies_while_it_joins_is_told_of():
+    """It has claimed its rank, and not yet been counted."""
+    store = torch.distributed.HashStore()
+    for rank in range(2):
+        store.set(f"rank {rank}", "a process")
+    address = Address("localhost", 29500)
+    distributed.wait_for_verdict(store, 2, address, timedelta(seconds=0.1))
+    found, expected, _ = json.loads(store.get("verdict"))
+    assert found.startswith("a rank that fell silent while it joined did not join rank 0 on ")
+    assert expected == "all within 0:00:00.100000"
