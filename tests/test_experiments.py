@@ -256,18 +256,8 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
-TINY = [
-    "--machine",
-    "tiny",
-    "--processes",
-    1,
-    2,
-    "--arch",
-    "mnist_net",
-    "--epochs",
-    1,
-    "--data-dir",
-]
+TINY = ["--machine", "tiny", "--processes", 1, 2, "--arch", "mnist_net", "--epochs", 1]
+TINY += ["--data-dir"]
 
 
 @pytest.mark.slow
@@ -447,18 +437,8 @@ def test_ctrl_c_leaves_neither_processes_nor_half_a_record(tmp_path):
     # begin with torchrun
     code += "plan = experiments.plan; experiments.plan = lambda *given: plan(*given)[1:]\n"
     code += "with one_line_errors(): experiments.main(experiments.parse_args())"
-    given = [
-        "accuracy",
-        "--machine",
-        "tiny",
-        "--processes",
-        "1",
-        "2",
-        "--data-dir",
-        tmp_path,
-        "--epochs",
-        "100000",
-    ]
+    given = ["accuracy", "--machine", "tiny", "--processes", "1", "2", "--data-dir", tmp_path]
+    given += ["--epochs", "100000"]
     process = start("-c", code, *given)
     for line in process.stdout:
         if "== test: [2/" in line:

@@ -102,20 +102,8 @@ def test_a_part_of_a_model_is_trained_on_other_classes(train, one_each, tmp_path
     dummy = ["--dummy", 20, "--epochs", 1, "--batch-size", 10]
     assert train("before", 1, *dummy).wait() == [0]
     path = next((tmp_path / "before/checkpoints").glob("step-*.pt"))
-    other = [
-        one_each,
-        "--epochs",
-        1,
-        "--batch-size",
-        20,
-        "--lr",
-        1,
-        "--weights",
-        path,
-        "--sync-bn",
-        "--ema",
-        0.5,
-    ]
+    other = [one_each, "--epochs", 1, "--batch-size", 20, "--lr", 1, "--weights", path, "--sync-bn"]
+    other += ["--ema", 0.5]
     refused = train("refused", 1, *other)
     assert refused.wait() == [2] and "for other classes, --new-head" in refused.output()
     flags = [*other, "--new-head", "--freeze", "features.0,features.1"]

@@ -86,17 +86,8 @@ def train(folder, tmp_path_factory, request):
 
     def run(launcher, world_size, arch, flags, env, out):
         given = ["--arch", arch, "--limit", STEPS[arch] * GLOBAL_BATCH, *flags]
-        given += [
-            "--dataset",
-            "folder",
-            "--data-dir",
-            folder,
-            "--epochs",
-            1,
-            "--no-augment",
-            "--lr",
-            0.01,
-        ]
+        given += ["--dataset", "folder", "--data-dir", folder, "--epochs", 1, "--no-augment"]
+        given += ["--lr", 0.01]
         given += ["--batch-size", GLOBAL_BATCH // world_size, "--save", out / "net.pt"]
         probe = {
             "PROBE": out,
@@ -234,16 +225,8 @@ def test_1003_test_images_are_counted_once_each(world_size, tmp_path):
     write_images(tmp_path, "train", (32, 32), ["a", "b"], 8)
     write_images(tmp_path, "test", (32, 32), ["a", "b"], 502)
     (tmp_path / "test/b/501.png").unlink()
-    given = [
-        "--dataset",
-        "folder",
-        "--data-dir",
-        tmp_path,
-        "--arch",
-        "mnist_net",
-        "--batch-size",
-        250,
-    ]
+    given = ["--dataset", "folder", "--data-dir", tmp_path, "--arch", "mnist_net"]
+    given += ["--batch-size", 250]
     train_set, test_set = build_datasets(flags(*given))
     mean, std = (s.float()[:, None, None] for s in train_set.channel_stats())
 

@@ -30,14 +30,8 @@ SHELL = sorted(
     str(path.relative_to(LAUNCH)) for path in LAUNCH.rglob("*") if path.suffix in (".sh", ".sbatch")
 )
 JOBS = ["03_cpu.yaml", "06_imagenet.yaml"]
-TINY_06 = [
-    "--arch=mnist_net",
-    "--image-size=16",
-    "--batch-size=8",
-    "--workers=0",
-    "--eval-every=0",
-    "--timeout=30",
-]
+TINY_06 = ["--arch=mnist_net", "--image-size=16", "--batch-size=8", "--workers=0", "--eval-every=0"]
+TINY_06 += ["--timeout=30"]
 SENSECORE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 EDITABLE = ("PROCESSES", "INTERFACE", "HOSTS", "HOSTFILE", "MASTER", "PORT")
 
@@ -92,14 +86,8 @@ def sensecore(rank, machines, port, *given, **more):
 
 @pytest.mark.slow
 def test_sensecore_sh_trains_on_one_machine(tmp_path):
-    given = [
-        "06_imagenet.py",
-        "--dummy=32",
-        *TINY_06,
-        "--epochs=1",
-        "--checkpoints-path",
-        tmp_path / "saved",
-    ]
+    given = ["06_imagenet.py", "--dummy=32", *TINY_06, "--epochs=1"]
+    given += ["--checkpoints-path", tmp_path / "saved"]
     code, out, err = finished(sensecore(0, 1, free_port(), *given))
     assert code == 0, err
     assert (
@@ -178,14 +166,8 @@ def mpirun_sh():
 def test_mpirun_sh_makes_one_world_and_ends_it_with_all_saved(mpirun_sh, tmp_path):
     """Mpirun sh makes one world and ends it with all saved when it is asked to."""
     (tmp_path / "hosts").write_text("# this machine, with two processes\nlocalhost slots=2\n")
-    given = [
-        "06_imagenet.py",
-        "--dummy=64",
-        *TINY_06,
-        "--print-every=1",
-        "--checkpoints-path",
-        tmp_path / "saved",
-    ]
+    given = ["06_imagenet.py", "--dummy=64", *TINY_06, "--print-every=1"]
+    given += ["--checkpoints-path", tmp_path / "saved"]
     job = mpirun_sh(*given, "--epochs=100000", HOSTFILE=tmp_path / "hosts")
     seen = read_until(job, "== step:")
     assert "06_imagenet.py | started by mpirun | world size 2 (2 on this machine)" in seen

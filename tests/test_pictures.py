@@ -102,14 +102,8 @@ def test_a_trace_shows_the_parts_of_a_step(
     tmp_path,
 ):
     """A trace shows the parts of a step and the share of the all reduces that is hidden."""
-    given = [
-        "--trace",
-        tmp_path / "trace.json",
-        "--batch-size",
-        2,
-        "--log-file",
-        tmp_path / "log.jsonl",
-    ]
+    given = ["--trace", tmp_path / "trace.json", "--batch-size", 2]
+    given += ["--log-file", tmp_path / "log.jsonl"]
     ranks = Ranks(tmp_path, 2, given, script="tools/bench/trace.py")
     assert ranks.wait() == [0, 0], ranks.output()
     spans = json.loads((tmp_path / "log.jsonl").read_text())["spans"]

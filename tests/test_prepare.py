@@ -364,14 +364,8 @@ def test_a_killed_preparation_leaves_no_half_image(flowers, tmp_path):
     """A killed run leaves no half image and the same command completes it."""
     for k in range(300):
         (flowers / f"rose/large{k}.jpg").write_bytes(photo((300, 300), seed=k))
-    command = [
-        sys.executable,
-        "tools/prepare_imagenet.py",
-        flowers,
-        tmp_path / "a",
-        "--val-share",
-        "0.25",
-    ]
+    command = [sys.executable, "tools/prepare_imagenet.py", flowers, tmp_path / "a"]
+    command += ["--val-share", "0.25"]
     command += ["--short-side", "200", "--workers", "3"]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     while not list((tmp_path / "a").rglob("*.jpg")):

@@ -15,17 +15,8 @@ from tools.bench import ranks
 @pytest.mark.flags("tools/bench/ranks.py", "--votes", "--ranks", "--log-file")
 @pytest.mark.slow
 def test_votes_and_06_are_measured_and_recorded(tmp_path):
-    command = [
-        sys.executable,
-        "tools/bench/ranks.py",
-        "--votes",
-        "3",
-        "--ranks",
-        "4",
-        "--step-ms",
-        "5",
-        "--log-file",
-    ]
+    command = [sys.executable, "tools/bench/ranks.py", "--votes", "3", "--ranks", "4"]
+    command += ["--step-ms", "5", "--log-file"]
     end = subprocess.run([*command, tmp_path / "log"], cwd=ROOT, capture_output=True, text=True)
     assert end.returncode == 0, end.stderr
     votes, script = map(json.loads, (tmp_path / "log").read_text().splitlines())

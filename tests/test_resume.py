@@ -23,29 +23,10 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     train, one_each, tmp_path, world_size
 ):
     """A run that is killed again and again ends with the bits of one that never was."""
-    options = [
-        one_each,
-        "--epochs",
-        4,
-        "--batch-size",
-        12,
-        "--accumulate",
-        2,
-        "--sync-bn",
-        "--ema",
-        0.9,
-    ]
-    options += [
-        "--amp",
-        "bf16",
-        "--checkpoint-every",
-        2,
-        "--deterministic",
-        "--lr",
-        0.5,
-        "--warmup-epochs",
-        1,
-    ]
+    options = [one_each, "--epochs", 4, "--batch-size", 12, "--accumulate", 2, "--sync-bn"]
+    options += ["--ema", 0.9]
+    options += ["--amp", "bf16", "--checkpoint-every", 2, "--deterministic", "--lr", 0.5]
+    options += ["--warmup-epochs", 1]
     options += ["--workers", 1 if world_size == 2 else 0]
     assert train("whole", world_size, *options).wait() == [0] * world_size
     steps = sorted(random.Random(world_size).sample(range(1, 16), 5 if world_size == 2 else 2))
@@ -150,16 +131,8 @@ def go_home(where, rank):
 
 def test_machines_without_a_shared_folder_each_keep_all(train, one_each, tmp_path):
     """Machines without a shared folder each keep all and the newest good one of any wins."""
-    options = [
-        one_each,
-        "--batch-size",
-        20,
-        *SMALL_06,
-        "--checkpoints-path",
-        "here",
-        "--checkpoint-every",
-        1,
-    ]
+    options = [one_each, "--batch-size", 20, *SMALL_06, "--checkpoints-path", "here"]
+    options += ["--checkpoint-every", 1]
     home = functools.partial(go_home, tmp_path)
     assert Ranks(
         new_folder(tmp_path, "one"), 2, [*options, "--epochs", 1], nodes=2, prepare=home
@@ -242,15 +215,8 @@ def test_another_network_other_data_and_a_second_run_are_refused(train, one_each
     running = {message: train("run", 1, *flags) for message, flags in refused.items()}
     for message, ranks in running.items():
         assert ranks.wait() == [2] and message in ranks.output(), ranks.output()
-    other = [
-        *options,
-        *SMALL_06,
-        "--resume",
-        "--arch",
-        "resnet18",
-        "--checkpoints-path",
-        tmp_path / "run/checkpoints",
-    ]
+    other = [*options, *SMALL_06, "--resume", "--arch", "resnet18"]
+    other += ["--checkpoints-path", tmp_path / "run/checkpoints"]
     ranks = Ranks(new_folder(tmp_path, "arch"), 1, other)
     assert (
         ranks.wait() == [2]

@@ -66,16 +66,8 @@ def test_a_first_run_sees_loss_fall_and_test_accuracy_rise(run, tmp_path, monkey
 def test_a_folder_of_small_images_is_learned(run, tmp_path, script):
     write_images(tmp_path, "train", (32, 32), per_class=40)
     write_images(tmp_path, "test", (32, 32))
-    given = [
-        "--dataset",
-        "folder",
-        "--data-dir",
-        tmp_path,
-        "--arch",
-        "small_net",
-        "--batch-size",
-        16,
-    ]
+    given = ["--dataset", "folder", "--data-dir", tmp_path, "--arch", "small_net"]
+    given += ["--batch-size", 16]
     end = run(script, *given, "--lr", 0.1)
     assert end.code == 0
     assert "test accuracy 100.00%" in end.out
@@ -170,17 +162,8 @@ def test_01_trains_as_a_plain_pytorch_loop(run, tmp_path):
     """
     for split, per_class in (("train", 20), ("test", 15)):
         write_images(tmp_path, split, (32, 32), per_class=per_class)
-    given = [
-        "--dataset",
-        "folder",
-        "--data-dir",
-        tmp_path,
-        "--arch",
-        "small_net",
-        "--batch-size",
-        16,
-        "--no-augment",
-    ]
+    given = ["--dataset", "folder", "--data-dir", tmp_path, "--arch", "small_net"]
+    given += ["--batch-size", 16, "--no-augment"]
     given += ["--lr", 0.8, "--seed", 3, "--epochs", 2, "--warmup-epochs", 1, "--print-every", 2]
     end = run("01_snsc.py", *given, "--save", tmp_path / "net.pt")
     assert end.code == 0, end.err

@@ -182,16 +182,8 @@ def test_an_sbatch_file_trains_as_it_stands(slurm, file, tmp_path, small_folder)
     given = [*QUICK, small_folder, "--epochs", 1]
     world, done = "world size 4 (2 on this machine)", "done: test accuracy"
     if file.startswith("06"):
-        given = [
-            small_folder,
-            *QUICK[:4],
-            "--image-size",
-            32,
-            "--epochs",
-            1,
-            "--checkpoints-path",
-            tmp_path / "saved",
-        ]
+        given = [small_folder, *QUICK[:4], "--image-size", 32, "--epochs", 1]
+        given += ["--checkpoints-path", tmp_path / "saved"]
         done = "done: top-1"
     if file == "05_mnist_cpu.sbatch":
         write_mnist(tmp_path / "MNIST/raw", 64)

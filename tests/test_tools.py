@@ -207,18 +207,8 @@ def test_the_benchmark_of_reencoding_reads_smaller_copies(large_folder, tmp_path
 
 @pytest.mark.slow
 def test_a_benchmark_of_too_few_steps_says_so(small_folder):
-    given = [
-        "--dataset",
-        "folder",
-        "--data-dir",
-        small_folder,
-        "--limit",
-        8,
-        "--batch-size",
-        4,
-        "--repeats",
-        1,
-    ]
+    given = ["--dataset", "folder", "--data-dir", small_folder, "--limit", 8, "--batch-size", 4]
+    given += ["--repeats", 1]
     process = start("tools/bench/input.py", "--arch", "mnist_net", *given)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2
@@ -230,18 +220,8 @@ def test_a_benchmark_of_too_few_steps_says_so(small_folder):
 def test_the_ddp_benchmark_tells_efficiency_and_launches(tmp_path):
     """The ddp benchmark tells efficiency communication and launches."""
     log = tmp_path / "bench.jsonl"
-    given = [
-        "--arch",
-        "mnist_net",
-        "--batch-size",
-        2,
-        "--repeats",
-        1,
-        "--launches",
-        1,
-        "--log-file",
-        log,
-    ]
+    given = ["--arch", "mnist_net", "--batch-size", 2, "--repeats", 1, "--launches", 1]
+    given += ["--log-file", log]
     process = start("tools/bench/ddp.py", *given)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -272,18 +252,8 @@ def test_the_finetune_benchmark_trains_in_three_ways(tmp_path):
     """The finetune benchmark trains in three ways on the other half of the classes."""
     for split in ("train", "val"):
         write_images(tmp_path, split, (32, 32), ("a", "b", "c", "d"), 40)
-    given = [
-        "--data-dir",
-        tmp_path,
-        "--epochs",
-        1,
-        "--tuning-epochs",
-        2,
-        "--images",
-        30,
-        "--repeats",
-        1,
-    ]
+    given = ["--data-dir", tmp_path, "--epochs", 1, "--tuning-epochs", 2, "--images", 30]
+    given += ["--repeats", 1]
     process = start("tools/bench/finetune.py", *given, "--log-file", tmp_path / "log")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -301,20 +271,8 @@ def test_the_finetune_benchmark_trains_in_three_ways(tmp_path):
 @pytest.mark.slow
 def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
-    given = [
-        "--arch",
-        "mnist_net",
-        "--image-size",
-        16,
-        "--batch-size",
-        2,
-        "--steps",
-        20,
-        "--every",
-        5,
-        "--repeats",
-        1,
-    ]
+    given = ["--arch", "mnist_net", "--image-size", 16, "--batch-size", 2, "--steps", 20]
+    given += ["--every", 5, "--repeats", 1]
     process = start("tools/bench/train.py", *given, "--data-dir", large_folder, "--log-file", log)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err

@@ -34,19 +34,8 @@ def without_dropout(rank):
 
 def test_uneven_pieces_of_a_batch_add_up_to_the_same_step(train, one_each, tmp_path):
     """Ranks and micro batches that cut a batch unevenly add up to the same step."""
-    options = [
-        one_each,
-        "--batch-size",
-        10,
-        "--epochs",
-        2,
-        "--lr",
-        1,
-        "--warmup-epochs",
-        0,
-        "--eval-every",
-        0,
-    ]
+    options = [one_each, "--batch-size", 10, "--epochs", 2, "--lr", 1, "--warmup-epochs", 0]
+    options += ["--eval-every", 0]
     options += ["--clip-grad", 1, "--ema", 0.5, "--label-smoothing", 0.1, "--weight-decay", 0.01]
     worlds = {"one": (1, 1), "cut": (2, 2), "odd": (3, 1)}
     for name, (world_size, accumulate) in worlds.items():
@@ -87,39 +76,13 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(scaled, tmp_path):
     """Two ranks, two epochs of three steps; the learning rates and the parameter groups are written
     out here.
     """
-    flags = [
-        "--dummy",
-        36,
-        "--batch-size",
-        12,
-        "--epochs",
-        2,
-        "--arch",
-        "mnist_net",
-        "--seed",
-        5,
-        "--lr",
-        2,
-    ]
-    flags += [
-        "--warmup-epochs",
-        1,
-        "--clip-grad",
-        0.5,
-        "--label-smoothing",
-        0.2,
-        "--weight-decay",
-        0.05,
-    ]
+    flags = ["--dummy", 36, "--batch-size", 12, "--epochs", 2, "--arch", "mnist_net", "--seed", 5]
+    flags += ["--lr", 2]
+    flags += ["--warmup-epochs", 1, "--clip-grad", 0.5, "--label-smoothing", 0.2]
+    flags += ["--weight-decay", 0.05]
     flags += ["--momentum", 0.7]
-    files = [
-        "--log-file",
-        tmp_path / "log.jsonl",
-        "--checkpoints-path",
-        tmp_path / "checkpoints",
-        "--eval-every",
-        0,
-    ]
+    files = ["--log-file", tmp_path / "log.jsonl", "--checkpoints-path", tmp_path / "checkpoints"]
+    files += ["--eval-every", 0]
     prepare = functools.partial(prepare_plain_training, scaled)
     ranks = Ranks(tmp_path, 2, [*SMALL_06, *flags, *files], prepare=prepare)
     assert ranks.wait() == [0, 0], ranks.output()
@@ -194,18 +157,8 @@ def note_seeds(folder, rank):
 
 @pytest.mark.flags("06_imagenet.py", "--accumulate")
 def test_dropout_differs_in_every_micro_batch_of_every_rank(train, tmp_path):
-    options = [
-        "--dummy",
-        24,
-        "--batch-size",
-        12,
-        "--epochs",
-        2,
-        "--accumulate",
-        2,
-        "--eval-every",
-        0,
-    ]
+    options = ["--dummy", 24, "--batch-size", 12, "--epochs", 2, "--accumulate", 2]
+    options += ["--eval-every", 0]
     assert train("run", 2, *options, prepare=functools.partial(note_seeds, tmp_path)).wait() == [
         0,
         0,
@@ -228,18 +181,8 @@ def test_ranks_exchange_gradients_once_per_step(train):
     """Ranks exchange gradients once per step however many micro batches it has."""
     exchanges = []
     for accumulate in (1, 3):
-        options = [
-            "--dummy",
-            24,
-            "--batch-size",
-            12,
-            "--epochs",
-            2,
-            "--accumulate",
-            accumulate,
-            "--eval-every",
-            0,
-        ]
+        options = ["--dummy", 24, "--batch-size", 12, "--epochs", 2, "--accumulate", accumulate]
+        options += ["--eval-every", 0]
         ranks = train(f"in{accumulate}", 2, *options, prepare=tell_of_exchanges)
         assert ranks.wait() == [0, 0], ranks.output()
         exchanges.append(ranks.output().count("exchange"))
@@ -249,19 +192,8 @@ def test_ranks_exchange_gradients_once_per_step(train):
 @pytest.mark.flags("06_imagenet.py", "--ema")
 def test_the_averaged_weights_are_what_is_evaluated(train, one_each, tmp_path):
     """With an average that hardly moves, the evaluated model is the one after the first step."""
-    options = [
-        one_each,
-        "--batch-size",
-        10,
-        "--epochs",
-        2,
-        "--lr",
-        1,
-        "--warmup-epochs",
-        0,
-        "--ema",
-        0.999999,
-    ]
+    options = [one_each, "--batch-size", 10, "--epochs", 2, "--lr", 1, "--warmup-epochs", 0]
+    options += ["--ema", 0.999999]
     ranks = train("run", 1, *options, "--arch", "mnist_net", prepare=without_dropout)
     assert ranks.wait() == [0], ranks.output()
     accuracies = set(re.findall(r"== test: .* top-1: +([\d.]+)%", ranks.output()))
@@ -285,20 +217,8 @@ def test_the_averaged_weights_are_what_is_evaluated(train, one_each, tmp_path):
 
 def test_the_first_step_begins_the_average(train, tmp_path):
     """Not the untrained weights, which would weigh on it for a long time."""
-    options = [
-        "--dummy",
-        12,
-        "--batch-size",
-        12,
-        "--epochs",
-        1,
-        "--lr",
-        1,
-        "--warmup-epochs",
-        0,
-        "--ema",
-        0.5,
-    ]
+    options = ["--dummy", 12, "--batch-size", 12, "--epochs", 1, "--lr", 1, "--warmup-epochs", 0]
+    options += ["--ema", 0.5]
     assert train("run", 1, *options).wait() == [0]
     assert same(final(tmp_path / "run")["ema"], final(tmp_path / "run")["model"])
 
@@ -428,16 +348,8 @@ def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset(monkeypatch):
 @pytest.mark.slow
 def test_what_a_run_tells_is_in_lines_json_and_tensorboard(train, one_each, tmp_path):
     """What a run tells stands in its lines in json and in tensorboard."""
-    flags = [
-        one_each,
-        "--batch-size",
-        8,
-        "--epochs",
-        2,
-        "--sync-bn",
-        "--log-file",
-        tmp_path / "log.jsonl",
-    ]
+    flags = [one_each, "--batch-size", 8, "--epochs", 2, "--sync-bn"]
+    flags += ["--log-file", tmp_path / "log.jsonl"]
     ranks = train("run", 2, *flags, "--tensorboard", tmp_path / "events", "--workers", 1)
     assert ranks.wait() == [0, 0], ranks.output()
     line = (
@@ -565,18 +477,8 @@ def test_norms_and_biases_do_not_decay():
 @needs_gpu
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_on_a_gpu_it_trains_in_mixed_precision_and_resumes(train, one_each, amp):
-    flags = [
-        one_each,
-        "--batch-size",
-        20,
-        "--amp",
-        amp,
-        "--channels-last",
-        "--ema",
-        0.9,
-        "--accumulate",
-        2,
-    ]
+    flags = [one_each, "--batch-size", 20, "--amp", amp, "--channels-last", "--ema", 0.9]
+    flags += ["--accumulate", 2]
     assert train("run", 1, *flags, "--epochs", 1).wait() == [0]
     ranks = train("run", 1, *flags, "--epochs", 2, "--resume", "--workers", 2)
     assert ranks.wait() == [0], ranks.output()
@@ -603,18 +505,8 @@ def test_no_rank_compiles_again_for_a_piece_of_another_size(train, tmp_path):
     A rank that compiled alone would let the other wait.
     """
     need(None if can_compile() else "no C++ compiler (apt-get install g++ python3-dev)")
-    flags = [
-        "--dummy",
-        253,
-        "--batch-size",
-        64,
-        "--image-size",
-        32,
-        "--arch",
-        "small_net",
-        "--epochs",
-        1,
-    ]
+    flags = ["--dummy", 253, "--batch-size", 64, "--image-size", 32, "--arch", "small_net"]
+    flags += ["--epochs", 1]
     flags += ["--compile", "--channels-last", "--amp", "bf16"]
     ranks = train("run", 2, *flags, prepare=count_graphs)
     assert ranks.wait() == [0, 0], ranks.output()

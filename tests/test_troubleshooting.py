@@ -221,13 +221,8 @@ def provoked(tmp_path_factory):
         "stderr": subprocess.STDOUT,
         "text": True,
     }
-    two = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        f"--log-dir={folder}",
-        "--redirects=3",
-    ]
+    two = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--log-dir={folder}"]
+    two += ["--redirects=3"]
     two.append(f"--master-port={free_port()}")  # torchrun of torch 2.9 would take 29500 for both
     ranks = subprocess.Popen(
         [sys.executable, *two, "tests/helpers/provoke.py"], start_new_session=True, **options
@@ -370,17 +365,8 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch):
 def test_a_small_shared_memory_kills_loader_workers():
     need(hosts_module.missing())
     small = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
-    command = [
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        small,
-        "sh",
-        sys.executable,
-        "tests/helpers/provoke.py",
-        "shared-memory",
-    ]
+    command = ["unshare", "--mount", "sh"]
+    command += ["-c", small, "sh", sys.executable, "tests/helpers/provoke.py", "shared-memory"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     return done.stderr

@@ -12,18 +12,8 @@ from imagenet.checkpoint_file import decode, read_file
 script = SimpleNamespace(**runpy.run_path(str(ROOT / "06_imagenet.py"), run_name="script"))
 
 
-SMALL_06 = [
-    "--arch",
-    "mobilenet_v3_small",
-    "--image-size",
-    32,
-    "--workers",
-    0,
-    "--print-every",
-    1,
-    "--timeout",
-    30,
-]
+SMALL_06 = ["--arch", "mobilenet_v3_small", "--image-size", 32, "--workers", 0, "--print-every", 1]
+SMALL_06 += ["--timeout", 30]
 CLASSES = [f"{k:02}" for k in range(40)]
 
 

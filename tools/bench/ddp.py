@@ -208,15 +208,8 @@ def launch_seconds(processes):
                 for k in range(count):
                     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(path / f"{k}.png")
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-        command += [
-            ROOT / "03_mnmc_ddp_launch.py",
-            "--dataset",
-            "folder",
-            "--data-dir",
-            folder,
-            "--batch-size",
-            "4",
-        ]
+        command += [ROOT / "03_mnmc_ddp_launch.py", "--dataset", "folder", "--data-dir", folder]
+        command += ["--batch-size", "4"]
         command += ["--epochs", "1"]
         begin = time.perf_counter()
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

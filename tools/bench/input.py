@@ -116,14 +116,8 @@ def run_loop(loop, args):
         if loop == "01":
             command = [ROOT / "01_snsc.py", *flags, "--epochs", args.epochs, "--log-file", log]
         else:
-            command = [
-                ROOT / "tools/bench/input.py",
-                *flags,
-                "--loop",
-                loop,
-                "--epochs",
-                args.epochs,
-            ]
+            command = [ROOT / "tools/bench/input.py", *flags, "--loop", loop]
+            command += ["--epochs", args.epochs]
         process = subprocess.Popen(
             [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True
         )

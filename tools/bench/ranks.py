@@ -224,14 +224,8 @@ def measure_script(ranks):
             outputs = Path(folder, name)
             port = free_port()
             outputs.mkdir()
-            flags = [
-                *FLAGS.split(),
-                "--dummy",
-                40 * ranks,
-                "--batch-size",
-                2 * ranks,
-                "--checkpoints-path",
-            ]
+            flags = [*FLAGS.split(), "--dummy", 40 * ranks, "--batch-size", 2 * ranks]
+            flags += ["--checkpoints-path"]
             flags = [*map(str, flags), str(Path(folder, "checkpoints")), *extra]
             pids = fork(ranks, lambda rank: run_script(rank, ranks, port, flags, outputs))  # noqa: B023
             wait_for_line(outputs / "0", r"== step: ", pids)

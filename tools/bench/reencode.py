@@ -107,14 +107,8 @@ def main(args):
 
 
 def prepare(source, target, side):
-    command = [
-        sys.executable,
-        ROOT / "tools/prepare_imagenet.py",
-        source,
-        target,
-        "--short-side",
-        side,
-    ]
+    command = [sys.executable, ROOT / "tools/prepare_imagenet.py", source, target]
+    command += ["--short-side", side]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if done.returncode != 0:
         raise UserError(

@@ -110,24 +110,10 @@ def inside(names, args):
         hosts.write_text(Path("/etc/hosts").read_text() + FILES[names][0])
         resolver.write_text(FILES[names][1] or Path("/etc/resolv.conf").read_text())
         mounts = f"mount --bind {hosts} /etc/hosts && mount --bind {resolver} /etc/resolv.conf &&"
-        flags = [
-            f"--start={args.start}",
-            f"--repeats={args.repeats}",
-            "--inside",
-            "--ranks",
-            *map(str, args.ranks),
-        ]
-        command = [
-            "unshare",
-            "--mount",
-            "sh",
-            "-c",
-            f'{mounts} exec "$@"',
-            "sh",
-            sys.executable,
-            __file__,
-            *flags,
-        ]
+        flags = [f"--start={args.start}", f"--repeats={args.repeats}", "--inside", "--ranks"]
+        flags += [*map(str, args.ranks)]
+        command = ["unshare", "--mount", "sh"]
+        command += ["-c", f'{mounts} exec "$@"', "sh", sys.executable, __file__, *flags]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         ) as process:

@@ -183,12 +183,7 @@ class Hosts:
         )
         defaults = {"cwd": ROOT, "env": environment, "start_new_session": True}
         defaults |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        enter = [
-            "nsenter",
-            f"--net=/run/netns/{self.namespaces[host]}",
-            "unshare",
-            "--uts",
-            "--mount",
-        ]
+        enter = ["nsenter", f"--net=/run/netns/{self.namespaces[host]}", "unshare", "--uts"]
+        enter += ["--mount"]
         become = ["sh", "-c", BECOME_HOST, "sh", self.names[host], f"{self.folder.name}/hosts"]
         return subprocess.Popen([*enter, *become, *map(str, command)], **(defaults | options))
