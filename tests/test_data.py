@@ -529,3 +529,9 @@ def test_loader_workers_end_with_a_killed_rank(script, large_folder, tmp_path):
         for process in started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def test_val_is_taken_where_there_is_test_too(small_folder):
+    write_images(small_folder, "val", (32, 32), per_class=1)
+    _, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", small_folder))
+    assert len(test) == len(list((small_folder / "val").glob("*/*")))

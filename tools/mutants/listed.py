@@ -257,7 +257,7 @@ MUTANTS = [
     ),
     *mutants("common/images.py",
         ("return train, val or test", "return train, test or val",
-         "the test set is val/", "tests/test_data.py -k val_serves"),
+         "the test set is val/", "tests/test_data.py -k val_is_taken"),
         ("(58.395, 57.12, 57.375)", "(50.0, 57.12, 57.375)", "ImageNet's deviation",
          "tests/test_data.py -k imagenets"),
         ("(123.675, 116.28, 103.53)", "(123.675, 116.28, 100.0)", "ImageNet's mean",
