@@ -43,6 +43,19 @@ class Console:
                 yield batch
                 self.bar.update()
 
+    def print_launch(self, record, device):
+        """Print how a run was started, and its devices. Every rank must call it.
+
+        Args:
+            record: dict, which holds run_fields().
+            device: torch.device, of this rank.
+        """
+        world_size = record["world_size"]
+        local = f" ({record['local_world_size']} on this machine)" if world_size > 1 else ""
+        started_by = f"started by {record['launcher']} | world size {world_size}{local}"
+        self.print(f"{record['script']} | {started_by} | torch {record['torch']}")
+        self.print_devices(device, record["device_name"], record["cpu_threads"], world_size)
+
     def print_devices(self, device, name, threads, world_size):
         """Print the devices of all ranks, a line per host. Every rank must call it.
 

@@ -20,9 +20,12 @@ def find_splits(root):
 
     None stands for one that does not exist.
     """
-    folders = [os.path.join(root, name) for name in ("train", "val", "test")]
-    train, val, test = (folder if os.path.isdir(folder) else None for folder in folders)
-    return train, val or test
+
+    def existing(name):
+        folder = os.path.join(root, name)
+        return folder if os.path.isdir(folder) else None
+
+    return existing("train"), existing("val") or existing("test")
 
 
 def list_images(root):

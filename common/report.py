@@ -71,11 +71,7 @@ class Report:
         args = self.args
         r["lr"] = lr
         self.test_images = len(test_set)
-        local = f" ({r['local_world_size']} on this machine)" if self.world_size > 1 else ""
-        started_by = f"started by {r['launcher']} | world size {self.world_size}{local}"
-        self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
-        self.console.print_devices(self.device, r["device_name"], r["cpu_threads"], self.world_size)
-
+        self.console.print_launch(r, self.device)
         size = "x".join(str(n) for n in (train_set.channels, *train_set.image_size))
         storage = "in memory" if train_set.in_memory else "read from files"
         weights = sum(p.numel() for p in model.parameters()) / 1e6

@@ -71,11 +71,7 @@ class Progress:
         """Print what decides the cost and the result of a run. Every rank must call it."""
         r = self.record
         args = self.args
-        world_size = self.d.world_size
-        local = f" ({self.d.local_world_size} on this machine)" if world_size > 1 else ""
-        started_by = f"started by {self.d.launcher} | world size {world_size}{local}"
-        self.print(f"{r['script']} | {started_by} | torch {r['torch']}")
-        self.console.print_devices(self.d.device, r["device_name"], r["cpu_threads"], world_size)
+        self.console.print_launch(r, self.d.device)
         weights = sum(p.numel() for p in model.parameters()) / 1e6
         self.print(
             f"{r['dataset']}: {len(train_set)} train and {len(val_set)} test images, "

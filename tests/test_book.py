@@ -446,8 +446,8 @@ def kind(command):
 
 def to_run():
     """The commands to run here: all that the pages give no reason against, but for those of which
-    another one has every
-    flag and more. What those start is the same, and their flags have been parsed."""
+    another one has every flag and more. What those start is the same, and their flags have been
+    parsed."""
     chosen = {}
     for command in COMMANDS:
         if (

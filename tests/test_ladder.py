@@ -185,9 +185,8 @@ def test_resnet18_with_sync_bn_learns_the_same_on_two_processes(train):
     """In float64.
 
     In float32 no two ways to add up the same numbers stay together: one process that takes the
-    images
-    of each batch in reverse order is as far off after 20 steps, 4 %, because a rounding error that
-    carries one value across the kink of a ReLU changes its gradient at once."""
+    images of each batch in reverse order is as far off after 20 steps, 4 %, because a rounding
+    error that carries one value across the kink of a ReLU changes its gradient at once."""
     one = train("python", 1, "resnet18")
     many = train("forked", 2, "resnet18", "--sync-bn")
     assert many.batches == one.batches
@@ -219,9 +218,8 @@ def test_without_the_wrap_a_rank_learns_from_its_own_images(train):
 def test_1003_test_images_are_counted_once_each(world_size, tmp_path):
     """At a rate too low to change a weight, so that every run tests the same network.
 
-    Its seed is one that gets the
-    first image right: a sampler that repeats the first images, to give every rank as many, would
-    count too much."""
+    Its seed is one that gets the first image right: a sampler that repeats the first images, to
+    give every rank as many, would count too much."""
     write_images(tmp_path, "train", (32, 32), ["a", "b"], 8)
     write_images(tmp_path, "test", (32, 32), ["a", "b"], 502)
     (tmp_path / "test/b/501.png").unlink()

@@ -147,8 +147,8 @@ def test_every_rank_crops_and_mirrors_in_its_own_way(small_folder, tmp_path):
 @pytest.mark.slow
 def test_no_thread_of_gloo_outlives_the_process_group(copy):
     """One that does may abort the interpreter on its way out, after all the work is done: exit code
-    134. The model is
-    part of a reference cycle, as with a trainer and a callback that know each other."""
+    134. The model is part of a reference cycle, as with a trainer and a callback that know each
+    other."""
     wrap = "    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))\n"
     wrap += (
         "    ddp(torch.ones(1, 4)).sum().backward()\n    cycle = [ddp]\n    "

@@ -94,7 +94,7 @@ def make(*given, rank=0, world_size=1):
     report.console.rank = rank
     report.world_size = world_size
     report.test_images = 100
-    report.record["global_batch"] = report.args.batch_size * world_size
+    report.record |= {"world_size": world_size, "global_batch": report.args.batch_size * world_size}
     return report
 
 

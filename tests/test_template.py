@@ -108,8 +108,7 @@ def test_two_processes_train_the_same_as_one(project, one, two):
 def plain_loop():
     """The lines that FLAGS give, as lists of numbers, and the momenta after the last step.
 
-    Data and model are written
-    out here; one batch holds what the processes share."""
+    Data and model are written out here; one batch holds what the processes share."""
     inputs = torch.randn(12000, 20, generator=torch.Generator().manual_seed(0))
     targets = inputs[:, :5].argmax(1)
     torch.manual_seed(0)

@@ -256,7 +256,7 @@ MUTANTS = [
          "tests/test_scripts.py -k ctrl_c"),
     ),
     *mutants("common/images.py",
-        ("return train, val or test", "return train, test or val",
+        ('existing("val") or existing("test")', 'existing("test") or existing("val")',
          "the test set is val/", "tests/test_data.py -k val_is_taken"),
         ("(58.395, 57.12, 57.375)", "(50.0, 57.12, 57.375)", "ImageNet's deviation",
          "tests/test_data.py -k imagenets"),
