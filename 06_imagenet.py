@@ -52,22 +52,23 @@ from imagenet.sampler import GlobalBatchSampler
 from imagenet.votes import Stopped, Votes
 from imagenet.weights import load_into
 
-LISTING = datetime.timedelta(minutes=30)  # until every rank must have listed its files
+SLOW_START = datetime.timedelta(minutes=30)  # to list the images, or to download weights
 
 
 @cleaned_up()
 @one_line_errors()
 def main(args):
     # 0. set up
-    signals.exit_with_torchrun()
+    signals.exit_when_torchrun_dies()
     timeout = datetime.timedelta(seconds=args.timeout)
     d = setup_distributed(timeout=timeout)
     check_launch(args, d)
     make_deterministic(args.deterministic)
-    group = dist.new_group(backend="gloo", timeout=timeout)  # votes and checkpoints bypass the GPU
+    cpu_group = dist.new_group(backend="gloo", timeout=timeout)  # for votes and checkpoints
     train_set, val_set = build_datasets(args)
-    dist.monitored_barrier(group, LISTING)  # on a slow disk one rank may list files for minutes
-    checkpoints = Checkpoints(args.checkpoints_path, d, group, args.keep, args.timeout / 2)
+    dist.monitored_barrier(cpu_group, SLOW_START)  # a slow disk lists its files for minutes
+    patience = args.timeout / 2  # for a slow disk: the other ranks wait too
+    checkpoints = Checkpoints(args.checkpoints_path, d, cpu_group, args.keep, patience)
     state, path = checkpoints.load() if args.resume else (None, None)
     check_same_run(args, d, checkpoints, len(train_set), state, path)
     accumulate, micro_batch = micro_batches(args, d.world_size, state)
@@ -76,7 +77,7 @@ def main(args):
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = build_model(args, train_set).to(d.device)
     if args.weights and not state:
-        start_from(model, args, len(train_set.classes), d, group, LISTING)
+        start_from(model, args, len(train_set.classes), d, cpu_group, SLOW_START)
     freeze(model, args.freeze)
     if args.sync_bn and d.world_size > 1:
         model = convert_sync_batchnorm(model)
@@ -86,24 +87,22 @@ def main(args):
     ddp = wrap_model(model, args.deterministic) if d.world_size > 1 else model
 
     # 2. define dataloader
+    # Evaluation accumulates too: its batches are cut into pieces that fit in memory.
     train_sampler = GlobalBatchSampler(
         len(train_set), args.batch_size, d.rank, d.world_size, accumulate, seed=args.seed
     )
     val_sampler = GlobalBatchSampler(
         len(val_set), args.batch_size, d.rank, d.world_size, accumulate, seed=None
     )
-    train_loader = DeviceLoader(train_set, train_sampler, args.workers, d, group)
-    val_loader = DeviceLoader(val_set, val_sampler, args.workers, d, group)
+    train_loader = DeviceLoader(train_set, train_sampler, args.workers, d, cpu_group)
+    val_loader = DeviceLoader(val_set, val_sampler, args.workers, d, cpu_group)
     progress = Progress(args, d, train_sampler, ddp)
     progress.header(model, train_set, val_set)
     check_batches(args, d, model, train_sampler)
 
     # 3. define loss and optimizer
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing, reduction="sum")
-    groups = parameter_groups(model, args.weight_decay)
-    nesterov = args.momentum > 0
-    fused = d.device.type == "cuda"  # one kernel for all weights
-    optimizer = torch.optim.SGD(groups, 0, args.momentum, nesterov=nesterov, fused=fused)
+    optimizer = build_optimizer(model, args, d.device)
     scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
     run = Run(
         args=args,
@@ -119,17 +118,20 @@ def main(args):
     )
     if state:
         run.load_state_dict(state, path)
-        progress.print(f"resumed from {path}, after step {run.step} of {args.epochs * run.steps}")
+        steps = args.epochs * run.steps_per_epoch
+        progress.print(f"resumed from {path}, after step {run.steps_done} of {steps}")
+        state = None  # its memory is free again
 
     # 4. train and evaluate
-    votes = Votes(group)
+    votes = Votes(cpu_group)
     save_timer = SaveTimer(args.checkpoint_every)
     signals.stop.training = True  # from now on a signal does not end the process: see train_epoch
     accuracy, stopped = None, None
     try:
         if args.evaluate:
             accuracy = evaluate(run, val_loader, votes)
-        for epoch in range(run.epoch, 0 if args.evaluate else args.epochs):
+        epochs = [] if args.evaluate else range(run.epoch, args.epochs)
+        for epoch in epochs:
             train_epoch(run, epoch, train_loader, votes, checkpoints, save_timer, progress)
             accuracy = evaluate(run, val_loader, votes) if evaluation_due(args, epoch) else None
             progress.show_epoch(accuracy)
@@ -144,7 +146,7 @@ def main(args):
     progress.close(stopped or progress.outcome(accuracy, run.best))
     if stopped:
         signals.exit_for_requeue(d.launcher)
-    signals.ignore()
+    signals.ignore()  # on exit, Python restores the default handlers, which kill the process
 
 
 def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
@@ -156,16 +158,17 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
     args = run.args
     d = run.d
     optimizer = run.optimizer
-    first_step = run.step - epoch * run.steps  # above 0 in a resumed epoch
+    first_step = run.steps_done - epoch * run.steps_per_epoch  # above 0 in a resumed epoch
     if first_step == 0:
         run.totals.zero_()
     train_mode(run.model, args.freeze)
     run.sampler.set_epoch(epoch, first_step)
     batches = progress.timed(loader, epoch, first_step, run.totals)
-    for step in range(first_step, run.steps):
-        # A signal reaches one rank. All ranks vote, and count the votes at the end of the step.
-        votes.cast(signals.stop.signal, d.is_main and save_timer.overdue())
-        lr = learning_rate(args, epoch + step / run.steps)
+    for step in range(first_step, run.steps_per_epoch):
+        # A signal may reach one rank alone, and rank 0 alone looks at the clock. So all ranks vote,
+        # and count the votes at the end of the step.
+        votes.cast(stop=signals.stop.signal, save=d.is_main and save_timer.overdue())
+        lr = learning_rate(args, epoch + step / run.steps_per_epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
@@ -173,12 +176,13 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
             images, targets = next(batches)
             # Dropout depends on the position in the training: there is no random state to save.
             torch.manual_seed(dropout_seed(args.seed, epoch, step, micro, d.rank))
-            last = micro + 1 == run.accumulate or d.world_size == 1
-            with contextlib.nullcontext() if last else run.ddp.no_sync():
+            more_follow = d.world_size > 1 and micro + 1 < run.accumulate
+            with run.ddp.no_sync() if more_follow else contextlib.nullcontext():
                 with run.autocast():
                     outputs = run.ddp(run.prepare(images))
                     loss = run.criterion(outputs, targets)
-                # The loss is a sum. DDP averages over ranks, whose numbers of images may differ.
+                # The loss is a sum over images. DDP divides gradients by the world size. Undo this,
+                # and divide by the images of the whole step: ranks may have one more or less.
                 weight = d.world_size / run.sampler.step_size(step)
                 run.scaler.scale(loss * weight).backward()
             run.totals += torch.cat([loss.detach()[None], count_correct(outputs, targets)])
@@ -189,18 +193,18 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
         run.scaler.step(optimizer)  # note: with fp16 this waits for the GPU, to look for overflow
         run.scaler.update()
         if run.ema:
-            run.ema.update(first=run.step == 0)
-        run.step += 1
+            run.ema.update(first=run.steps_done == 0)
+        run.steps_done += 1
 
         stop, save = votes.count()
-        save |= step + 1 == run.steps or save_timer.planned(run.step)
+        save |= step + 1 == run.steps_per_epoch or save_timer.planned(run.steps_done)
         if progress.due(step):
             progress.show_step(step, sum_over_ranks(run.totals), lr)
             loader.report_damaged()
         if stop or save:
             checkpoints.save(run.state_dict(), last=stop)
         if stop:
-            raise Stopped(f"after step {run.step}: saved, and --resume continues")
+            raise Stopped(f"after step {run.steps_done}: saved, and --resume continues")
 
 
 @torch.no_grad()
@@ -218,11 +222,12 @@ def evaluate(run, loader, votes):
     model.eval()
     counts = torch.zeros(3, device=run.d.device)
     for images, targets in loader:
-        votes.cast(signals.stop.signal)
+        votes.cast(stop=signals.stop.signal)
         if len(images):  # with more ranks than images, some ranks have none
             with run.autocast():
                 counts += count_correct(model(run.prepare(images)), targets)
-        if votes.count()[0]:
+        stop, _ = votes.count()
+        if stop:
             raise Stopped("during an evaluation: --resume evaluates again and continues")
     top1, top5, images = sum_over_ranks(counts).tolist()
     loader.report_damaged()
@@ -243,19 +248,21 @@ class Run:
     scaler: torch.amp.GradScaler
     sampler: GlobalBatchSampler  # of the training set
     micro_batch: int  # images in a micro-batch on one rank, at most
-    step: int = 0  # training steps done
+    steps_done: int = 0  # training steps, of all epochs
     best: float | None = None  # top-1 in %
 
     def __post_init__(self):
-        self.steps, self.accumulate = self.sampler.steps, self.sampler.accumulate
+        self.steps_per_epoch = self.sampler.steps
+        self.accumulate = self.sampler.accumulate
         self.normalize = build_normalize(self.args.channels_last, self.d.device)
         # Of this rank in this epoch: sum of losses, correct answers, correct among five, images.
+        # (In a resumed epoch rank 0 also has the totals of all ranks from before.)
         self.totals = torch.zeros(4, device=self.d.device)
 
     @property
     def epoch(self):
         """The epoch to continue with: at the end of an epoch still that one, to evaluate it."""
-        return max(0, self.step - 1) // self.steps
+        return max(0, self.steps_done - 1) // self.steps_per_epoch
 
     def autocast(self):
         enabled = self.args.amp != "none"
@@ -279,7 +286,7 @@ class Run:
         """Return the state after a step, the same on every rank. Every rank must call it."""
         self.share_buffers()
         return {
-            "step": self.step,
+            "step": self.steps_done,
             "totals": sum_over_ranks(self.totals),
             "best": self.best,
             "accumulate": self.accumulate,
@@ -295,8 +302,9 @@ class Run:
 
     def load_state_dict(self, state, path):
         """Continue from the state of a checkpoint, on any number of ranks."""
-        self.step, self.best = state["step"], state["best"]
-        if self.d.is_main:
+        self.steps_done = state["step"]
+        self.best = state["best"]
+        if self.d.is_main:  # they are the sum over all ranks already
             self.totals += state["totals"].to(self.d.device)
         load_into(self.model, state["model"], path)
         if self.ema:
@@ -318,19 +326,29 @@ def make_deterministic(deterministic):
 def wrap_model(model, deterministic):
     """Wrap the model in DistributedDataParallel.
 
-    DDP sorts its gradient buckets again after the first step. A resumed run would do so after
-    another step, and three or more ranks would add gradients in another order. Looking for unused
-    parameters prevents the sorting, and warns that there are none.
+    After its first step, DDP sorts the gradients into buckets again. A resumed run does so after
+    another step, so with three or more ranks sums may be rounded differently. If DDP looks for
+    unused parameters, it does not sort again, and warns that there are none.
     """
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     options = {"find_unused_parameters": deterministic, "gradient_as_bucket_view": True}
     ddp = DistributedDataParallel(model, **options)  # a view saves a copy of all gradients
-    ddp.broadcast_buffers = False  # share_buffers() does so before each evaluation and checkpoint
+    # share_buffers() does so before each evaluation and checkpoint. (Given to DDP as an argument,
+    # which is deprecated, False would leave out the first broadcast too.)
+    ddp.broadcast_buffers = False
     return ddp
 
 
+def build_optimizer(model, args, device):
+    """Return SGD with Nesterov momentum. train_epoch() sets its learning rate in every step."""
+    groups = parameter_groups(model, args.weight_decay)
+    nesterov = args.momentum > 0
+    fused = device.type == "cuda"  # one kernel for all weights
+    return torch.optim.SGD(groups, lr=0, momentum=args.momentum, nesterov=nesterov, fused=fused)
+
+
 def learning_rate(args, epoch):
-    """Return the learning rate of a step; `epoch` is a fraction.
+    """Return the learning rate at an epoch, where 2.5 is halfway through the third.
 
     Linear scaling and warm-up: Goyal et al., "Accurate, Large Minibatch SGD", 2017. Cosine:
     Loshchilov and Hutter, "SGDR", 2016, without restarts; multiplied by the warm-up, as in pycls.
@@ -357,8 +375,9 @@ def evaluation_due(args, epoch):
 
 def count_correct(outputs, targets):
     """Return float (3,): correct answers, correct among the first five, images."""
-    answers = outputs.topk(min(5, outputs.size(1)), dim=1).indices == targets[:, None]
-    return torch.stack([answers[:, 0].sum(), answers.sum(), (targets >= 0).sum()]).float()
+    correct = outputs.topk(min(5, outputs.size(1)), dim=1).indices == targets[:, None]
+    images = targets >= 0  # a damaged image has a negative target
+    return torch.stack([correct[:, 0].sum(), correct.sum(), images.sum()]).float()
 
 
 if __name__ == "__main__":

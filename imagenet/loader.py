@@ -156,7 +156,7 @@ def _ignore_signals(worker):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signals.ignore()
     # If the main process is killed, a worker with a batch to deliver would wait for ever.
-    signals.exit_with_parent()
+    signals.exit_when_parent_dies()
     show = sys.excepthook
 
     def show_unless_disconnected(kind, *rest):

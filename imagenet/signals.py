@@ -68,17 +68,17 @@ def exit_for_requeue(launcher):
     sys.exit(EXIT_REQUEUE)
 
 
-def exit_with_torchrun():
+def exit_when_torchrun_dies():
     """Kill this process when the torchrun that started it dies. Linux only.
 
     A torchrun that is killed (SIGKILL) cannot stop its workers. They would continue to train and to
     write checkpoints beside the workers that replace them.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        exit_with_parent()
+        exit_when_parent_dies()
 
 
-def exit_with_parent():
+def exit_when_parent_dies():
     """Kill this process when the process that started it dies. Linux only."""
     if sys.platform == "linux":
         parent = os.getppid()

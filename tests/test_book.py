@@ -151,6 +151,13 @@ def test_every_script_has_a_chapter_with_its_code():
         assert "<!-- output: " in text, "what you should see"
 
 
+def test_chapter_6_names_every_module_of_its_folder():
+    text = (ROOT / "docs/06_imagenet.md").read_text()
+    helpers = text.partition("Helpers are in")[2].partition("\n###")[0]
+    modules = {path.stem for path in (ROOT / "imagenet").glob("[!_]*.py")}
+    assert set(re.findall("`([a-z_]+)`", helpers)) == modules
+
+
 def test_the_ten_questions_have_a_section_each():
     """The ten questions have a section each and the contents lead there."""
     contents = (ROOT / "docs/README.md").read_text()

@@ -138,7 +138,7 @@ def test_a_checkpoint_without_a_scaler_continues_as_fp16():
     run.d = SimpleNamespace(is_main=False, device=torch.device("cpu"))
     run.ema = None
     run.model = model
-    run.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=False)
     run.scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1, fused=True)
     state = {
@@ -148,7 +148,7 @@ def test_a_checkpoint_without_a_scaler_continues_as_fp16():
         "optimizer": optimizer.state_dict(),
     }
     run.load_state_dict(state | {"scaler": {}}, "a checkpoint")
-    assert run.step == 3 and run.scaler.get_scale() == 2**16
+    assert run.steps_done == 3 and run.scaler.get_scale() == 2**16
     assert run.optimizer.param_groups[0]["fused"] is False, (
         "the checkpoint of a machine with GPUs may say True"
     )

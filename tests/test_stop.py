@@ -55,10 +55,10 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step(train, one_each, tmp_
 def send_a_signal_during_evaluation(rank):
     wait_briefly_for_torchrun(rank)
 
-    def cast(self, *wishes, original=votes.Votes.cast):
-        if len(wishes) == 1 and rank == 1:  # in an evaluation there is nothing to save
+    def cast(self, original=votes.Votes.cast, **wishes):
+        if "save" not in wishes and rank == 1:  # in an evaluation there is nothing to save
             os.kill(os.getpid(), signal.SIGTERM)
-        original(self, *wishes)
+        original(self, **wishes)
 
     votes.MAX_COST = 1000  # so that every step has a vote
     votes.Votes.cast = cast
@@ -93,7 +93,7 @@ def test_a_worker_whose_parent_has_just_died_asks_for_a_requeue(monkeypatch):
     monkeypatch.setattr(signals.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
     monkeypatch.setattr(signals.os, "getppid", lambda: next(parents))
     monkeypatch.setattr(signals.os, "_exit", codes.append)
-    signals.exit_with_parent()
+    signals.exit_when_parent_dies()
     assert codes == [EXIT_REQUEUE]
 
 
@@ -124,7 +124,7 @@ def test_loader_workers_leave_signals_to_the_process_that_trains(monkeypatch):
     """A signal to the whole group of processes must not end the workers before the save."""
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-    monkeypatch.setattr(signals, "exit_with_parent", lambda: None)
+    monkeypatch.setattr(signals, "exit_when_parent_dies", lambda: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     loader._ignore_signals(0)
     assert handlers == dict.fromkeys(
@@ -136,11 +136,11 @@ def test_loader_workers_leave_signals_to_the_process_that_trains(monkeypatch):
 def test_a_rank_ends_with_its_torchrun_alone(monkeypatch, started_by_torchrun):
     """A shell that starts a rank may end before it, as nohup's does."""
     bound = []
-    monkeypatch.setattr(signals, "exit_with_parent", lambda: bound.append(True))
+    monkeypatch.setattr(signals, "exit_when_parent_dies", lambda: bound.append(True))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if started_by_torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    signals.exit_with_torchrun()
+    signals.exit_when_torchrun_dies()
     assert bound == [True] * started_by_torchrun
 
 
