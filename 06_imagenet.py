@@ -228,7 +228,8 @@ def evaluate(run, loader, votes):
                 counts += count_correct(model(run.prepare(images)), targets)
         stop, _ = votes.count()
         if stop:
-            raise Stopped("during an evaluation: --resume evaluates again and continues")
+            again = "the same command" if run.args.evaluate else "--resume"
+            raise Stopped(f"during an evaluation: {again} evaluates again")
     top1, top5, images = sum_over_ranks(counts).tolist()
     loader.report_damaged()
     return 100 * top1 / images, 100 * top5 / images, int(images)
@@ -309,9 +310,10 @@ class Run:
         load_into(self.model, state["model"], path)
         if self.ema:
             load_into(self.ema.module, state["ema"], path)
+        settings = [group.copy() for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["fused"] = self.d.device.type == "cuda"  # as here, not as in the checkpoint
+        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(setting)  # as the flags of this run say, not as in the checkpoint
         if state["scaler"]:  # empty unless the checkpoint is of --amp fp16
             self.scaler.load_state_dict(state["scaler"])
 

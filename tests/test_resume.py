@@ -99,6 +99,22 @@ def test_the_counts_of_an_epoch_go_on_where_a_killed_run_stopped(train, one_each
     assert len(list((tmp_path / "whole/checkpoints").glob("step-*.pt"))) == 2, "--keep"
 
 
+@pytest.mark.flags("06_imagenet.py", "--momentum", "--weight-decay")
+def test_a_resumed_run_takes_the_optimizer_flags_of_today(train, one_each, tmp_path):
+    options = [one_each, "--batch-size", 20, "--eval-every", 0, "--epochs"]
+    assert train("run", 1, *options, 1).wait() == [0]
+    flags = ["--resume", "--momentum", 0.5, "--weight-decay", 0.03]
+    ranks = train("run", 1, *options, 2, *flags)
+    assert ranks.wait() == [0]
+    changes = "--epochs 1 -> 2, --momentum 0.9 -> 0.5, --weight-decay 5e-05 -> 0.03"
+    assert f"resuming with other flags: {changes}\n" in ranks.output()
+    groups = final(tmp_path / "run")["optimizer"]["param_groups"]
+    assert [(group["momentum"], group["weight_decay"]) for group in groups] == [
+        (0.5, 0.03),
+        (0.5, 0.0),
+    ]
+
+
 def keep_states(folder, rank):
     from imagenet import checkpoint
 

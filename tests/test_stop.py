@@ -1,5 +1,6 @@
 """How 06 stops: signals to one rank or to all, before, during and after training."""
 
+import contextlib
 import os
 import re
 import signal
@@ -8,11 +9,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from imagenet_runs import final
+import torch
+from imagenet_runs import final, script
 from processes import ROOT
 
 from imagenet import loader, signals, votes
 from imagenet.signals import EXIT_REQUEUE
+
+Stopped = script.Stopped
 
 
 def signalled(ranks, name, rank):
@@ -77,6 +81,25 @@ def test_a_signal_during_an_evaluation_ends_it(train, one_each):
     assert after.wait() == [0, 0]
     assert "after step 2 of 2" in after.output() and "== step" not in after.output()
     assert after.output().count("== test: [1/1] | top-1:") == 1
+
+
+@pytest.mark.parametrize(
+    ("only_evaluate", "again"), [(False, "--resume"), (True, "the same command")]
+)
+def test_a_stopped_evaluation_says_how_to_evaluate_again(only_evaluate, again):
+    run = SimpleNamespace(
+        args=SimpleNamespace(evaluate=only_evaluate),
+        d=SimpleNamespace(device=torch.device("cpu")),
+        ema=None,
+        model=torch.nn.Identity(),
+        share_buffers=lambda: None,
+        autocast=contextlib.nullcontext,
+        prepare=lambda images: images,
+    )
+    votes = SimpleNamespace(cast=lambda stop: None, count=lambda: (True, False))
+    batch = torch.eye(3), torch.arange(3)
+    with pytest.raises(Stopped, match=f"^during an evaluation: {again} evaluates again$"):
+        script.evaluate(run, [batch], votes)
 
 
 def test_a_signal_before_training_ends_the_process_at_once():

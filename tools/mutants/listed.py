@@ -153,6 +153,8 @@ MUTANTS = [
         ("            run.scaler.unscale_(optimizer)\n", "",
          "--clip-grad is for gradients that are not scaled",
          "tests/test_training.py -k plain_pytorch"),
+        ("            group.update(setting)  #", "            pass  #",
+         "a resumed run takes the flags of today", "tests/test_resume.py -k flags_of_today"),
         ("d = setup_distributed(timeout=timeout)", "d = setup_distributed()",
          "--timeout ends the training",
          "tests/test_timeouts.py -k both_groups"),
