@@ -190,7 +190,7 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
         if args.clip_grad:
             run.scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(run.model.parameters(), args.clip_grad)
-        run.scaler.step(optimizer)  # note: with fp16 this waits for the GPU, to look for overflow
+        run.scaler.step(optimizer)  # after an overflow in fp16, the optimizer changes nothing
         run.scaler.update()
         if run.ema:
             run.ema.update(first=run.steps_done == 0)
@@ -345,7 +345,7 @@ def build_optimizer(model, args, device):
     """Return SGD with Nesterov momentum. train_epoch() sets its learning rate in every step."""
     groups = parameter_groups(model, args.weight_decay)
     nesterov = args.momentum > 0
-    fused = device.type == "cuda"  # one kernel for all weights
+    fused = device.type != "cpu"  # one kernel for all weights
     return torch.optim.SGD(groups, lr=0, momentum=args.momentum, nesterov=nesterov, fused=fused)
 
 

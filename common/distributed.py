@@ -135,7 +135,7 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
     set_variables(ranks, address, environment)
 
     # With a device_id, NCCL connects now, not in the first collective, where errors are obscure.
-    device_id = device if device.type != "cpu" and backend != "gloo" else None
+    device_id = device if backend == "nccl" else None
     group = {"rank": ranks.rank, "world_size": ranks.world_size, "store": store}
     dist.init_process_group(backend=backend, timeout=timeout, device_id=device_id, **group)
     return Distributed(*ranks, device, backend, launcher)
@@ -358,9 +358,9 @@ def setup_device(local_rank, local_world_size, environment=None):
     """Set the number of threads, and return this process's GPU, made the current one, or the CPU.
 
     A process that sees one GPU takes it whatever its local rank: Slurm, for one, can bind a GPU to
-    each task. Other accelerators with a backend of their own are treated like GPUs; that has not
-    been tried. Apple's mps has no backend, so the CPU is used. Threads share the cores, unless
-    OMP_NUM_THREADS is set. LaunchError: more processes than GPUs.
+    each task. Other accelerators with a backend of their own are treated like GPUs; only a pretend
+    one has been tried. Apple's mps has no backend, so the CPU is used. Threads share the cores,
+    unless OMP_NUM_THREADS is set. LaunchError: more processes than GPUs.
     """
     if environment is None:
         environment = original_environment()

@@ -17,7 +17,8 @@ class Spans:
     """
 
     def __init__(self, device):
-        self.cuda = device.type == "cuda"
+        self.device = device
+        self.is_cpu = device.type == "cpu"
         self.start = None  # of the span that is open
         self.spans = []  # (start, end), since the last reading
 
@@ -34,14 +35,14 @@ class Spans:
         """
         spans = self.spans
         self.spans = []
-        if self.cuda:
-            return sum(start.elapsed_time(end) / 1000 for start, end in spans)
-        return sum(end - start for start, end in spans)
+        if self.is_cpu:
+            return sum(end - start for start, end in spans)
+        return sum(start.elapsed_time(end) / 1000 for start, end in spans)
 
     def _now(self):
-        if not self.cuda:
+        if self.is_cpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
@@ -61,7 +62,7 @@ class CommunicationClock:
     def __init__(self, ddp, device):
         self.spans = Spans(device)
         self.open = False  # whether a span has begun
-        self.side_stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self.side_stream = torch.Stream(device) if device.type != "cpu" else None
         ddp.register_comm_hook(None, self._hook)
 
     def _hook(self, _, bucket):
@@ -71,8 +72,8 @@ class CommunicationClock:
         if self.side_stream is None:
             return allreduce_hook(dist.group.WORLD, bucket)
         # On a side stream, since get_future() makes the current stream wait for the gradients.
-        self.side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side_stream):
+        self.side_stream.wait_stream(torch.accelerator.current_stream())
+        with self.side_stream:
             return allreduce_hook(dist.group.WORLD, bucket)
 
     def backward_done(self):

@@ -23,7 +23,7 @@ from imagenet.datasets import DummyImages
 MAX_DAMAGED = 0.01  # the share of images that may be unreadable
 
 
-def build_loader(dataset, sampler, workers, local_world_size):
+def build_loader(dataset, sampler, workers, device, local_world_size=1):
     """Build the ordinary DataLoader, for batches of uint8 images.
 
     Args:
@@ -31,12 +31,13 @@ def build_loader(dataset, sampler, workers, local_world_size):
         sampler: GlobalBatchSampler.
         workers: int, or None for this process's share of the cores, less two beside a GPU (for
             DummyImages, none).
+        device: torch.device of the model.
         local_world_size: int, the processes on this machine, which share its cores.
     """
+    has_gpu = device.type != "cpu"
     if workers is None:
         cores = cores_per_process(local_world_size)
-        if torch.cuda.is_available():
-            # for this process itself: its main thread, autograd, pinned memory and NCCL
+        if has_gpu:  # for this process itself: its main thread, autograd, pinned memory and NCCL
             cores = max(1, cores - 2)
         workers = 0 if isinstance(dataset, DummyImages) else cores
     # When Python exits it sends SIGTERM to the workers, which ignore it, and waits for them.
@@ -47,7 +48,7 @@ def build_loader(dataset, sampler, workers, local_world_size):
         num_workers=workers,
         multiprocessing_context=START_METHOD if workers else None,
         persistent_workers=workers > 0,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=has_gpu,
         collate_fn=tuple,  # __getitems__ has made a batch already
         worker_init_fn=_ignore_signals,
     )
@@ -80,9 +81,9 @@ class DeviceLoader:
     """
 
     def __init__(self, dataset, sampler, workers, d, group):
-        self.loader = build_loader(dataset, sampler, workers, d.local_world_size)
+        self.loader = build_loader(dataset, sampler, workers, d.device, d.local_world_size)
         self.device = d.device
-        self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
+        self.stream = torch.Stream(d.device) if d.device.type != "cpu" else None
         self.damaged = DamagedImages(dataset, group)
 
     def report_damaged(self):
@@ -90,20 +91,27 @@ class DeviceLoader:
         self.damaged.sync()
 
     def __iter__(self):
-        stream = self.stream
-        ready = None  # the batch before, which is on the device
-        for *batch, damaged in self.loader:
+        batches = self._load()
+        return batches if self.stream is None else self._copy_ahead(batches)
+
+    def _load(self):
+        """Yield (images, targets) on the CPU."""
+        for images, targets, damaged in self.loader:
             self.damaged.add(damaged)
-            with torch.cuda.stream(stream):  # without a GPU this does nothing
+            yield images, targets
+
+    def _copy_ahead(self, batches):
+        """Yield batches on the device, each of which was copied on a stream of its own."""
+        ready = None  # the batch before, which is on the device
+        for batch in batches:
+            with self.stream:
                 copied = [tensor.to(self.device, non_blocking=True) for tensor in batch]
-            if stream is None:
-                yield copied
-                continue
             if ready is not None:
                 yield ready
-            torch.cuda.current_stream().wait_stream(stream)
+            current = torch.accelerator.current_stream()
+            current.wait_stream(self.stream)
             for tensor in copied:  # its memory is not reused while a step reads it
-                tensor.record_stream(torch.cuda.current_stream())
+                tensor.record_stream(current)
             ready = copied
         if ready is not None:
             yield ready

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from common.report import synchronize
 from machine_checks import messages
 from machine_checks.messages import PULSE
 
@@ -22,18 +23,19 @@ def measure(pulse, store, rank, world_size, device):
         list of (bytes, seconds), the same on every rank.
     """
     pulse.at("connecting")
-    is_gpu = device.type == "cuda"
+    is_gpu = device.type != "cpu"
+    backend = dist.get_default_backend_for_device(device)
     options = {"timeout": datetime.timedelta(seconds=3 * messages.SILENCE)}
     if is_gpu:
-        torch.cuda.set_device(device)  # each thread has its own current device
+        torch.accelerator.set_device_index(device.index)  # each thread has its own current device
+    if backend == "nccl":
         options["device_id"] = device
-    backend = "nccl" if is_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     if is_gpu:  # 06 uses gloo beside NCCL
         pulse.at("all_reduce by gloo")
         dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
     times = []
-    for size in (*SIZES, LARGE) if is_gpu else SIZES:
+    for size in (*SIZES, LARGE) if backend == "nccl" else SIZES:
         pulse.at(f"all_reduce of {text_of(size)}")
         tensor = torch.full([size // 4], rank + 1.0, device=device)
         seconds = time_all_reduce(tensor, 1)
@@ -49,13 +51,11 @@ def measure(pulse, store, rank, world_size, device):
 
 def time_all_reduce(tensor, repeats):
     """Return the seconds per all_reduce, of `repeats` that are all done on this device."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    synchronize(tensor.device)
     start = time.perf_counter()
     for _ in range(repeats):
         dist.all_reduce(tensor)
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    synchronize(tensor.device)
     return (time.perf_counter() - start) / repeats
 
 

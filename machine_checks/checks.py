@@ -94,7 +94,7 @@ def check_devices(all_facts):
             found = f"{host} has {gpus} GPUs and {len(ranks)} rank(s)"
             change = f"--nproc-per-node={gpus}, or --ntasks-per-node={gpus}"
             return Check("devices", "warn", found, change)
-    kind = "GPU" if all_facts[0]["backend"] == "nccl" else "CPU"
+    kind = "CPU" if all_facts[0]["backend"] == "gloo" else "GPU"
     return Check("devices", "ok", f"a {kind} for each rank")
 
 

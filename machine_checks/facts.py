@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from common.distributed import LaunchError, setup_device
 
@@ -70,22 +71,24 @@ def facts(launcher, ranks):
 
 def device_facts(device):
     """Return the facts about the device of this process."""
-    is_gpu = device.type == "cuda"
-    backends = ["nccl", "gloo"] if is_gpu else ["gloo"]  # 06 uses gloo beside NCCL
+    is_cuda = device.type == "cuda"
+    is_gpu = device.type != "cpu"
+    listening = ["nccl", "gloo"] if is_cuda else ["gloo"]  # 06 uses gloo beside NCCL
     told = {
         "device": str(device),
         "device_name": "cpu",
         "device_id": None,
-        "gpus": torch.cuda.device_count(),
-        "backend": backends[0],
-        "addresses": {name: own_address(name) for name in backends},
+        "gpus": torch.accelerator.device_count() if is_gpu else 0,
+        "backend": dist.get_default_backend_for_device(device),
+        "addresses": {name: own_address(name) for name in listening},
         "cuda": None,
         "nccl": None,
     }
     if is_gpu:
-        properties = torch.cuda.get_device_properties(device)
+        properties = torch.get_device_module(device).get_device_properties(device)
         told["device_name"] = properties.name
         told["device_id"] = str(properties.uuid)
+    if is_cuda:
         told["cuda"] = torch.version.cuda
         told["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return told

@@ -108,7 +108,7 @@ def main(args):
 
     train_set, val_set, test_set = build_datasets()
     options = {"batch_size": args.batch_size // d.world_size, "num_workers": args.workers}
-    options["pin_memory"] = d.device.type == "cuda"
+    options["pin_memory"] = d.device.type != "cpu"
     # Python 3.14 would start workers that outlive a killed training.
     if args.workers and sys.platform == "linux":
         options["multiprocessing_context"] = "fork"

@@ -206,10 +206,13 @@ def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp
     images = copy.copy(DummyImages(4, 16))
     images.__class__ = type("Images", (DummyImages,), {})
     monkeypatch.setattr("imagenet.loader.isinstance", lambda value, kind: False, raising=False)
-    assert build_loader(images, batches, None, 2).num_workers == 8
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert build_loader(images, batches, None, 2).num_workers == 6
-    assert build_loader(images, batches, None, 16).num_workers == 1
+
+    def workers(device, processes):
+        return build_loader(images, batches, None, torch.device(device), processes).num_workers
+
+    assert workers("cpu", 2) == 8
+    assert workers("cuda", 2) == 6
+    assert workers("cuda", 16) == 1
 
 
 def test_a_gpu_that_emulates_bf16_is_named(monkeypatch, capsys):
@@ -236,6 +239,7 @@ def test_on_a_gpu_compiling_needs_a_c_compiler(monkeypatch):
     monkeypatch.setattr(flags.shutil, "which", lambda name: name == "gcc")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not flags.can_compile() or sys.platform == "darwin"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert flags.can_compile()

@@ -121,7 +121,8 @@ def one_worker(folder, image_size):
     """Return a loader of 06 with one worker, which stays alive between readings."""
     images = Images(str(folder), image_size, seed=0)
     batch = min(32, len(images))
-    return build_loader(images, GlobalBatchSampler(len(images) // batch * batch, batch, 0, 1), 1, 1)
+    sampler = GlobalBatchSampler(len(images) // batch * batch, batch, 0, 1)
+    return build_loader(images, sampler, 1, torch.device("cpu"))
 
 
 def megabytes(folder):

@@ -177,9 +177,9 @@ def bare(args):
     )
     targets = torch.randint(1000, (args.batch_size,), device=device)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-5
-    )
+    settings = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-5}
+    fused = device.type != "cpu"  # as in 06
+    optimizer = torch.optim.SGD(model.parameters(), fused=fused, **settings)
     autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     for step in range(args.steps):
@@ -215,7 +215,10 @@ def compare_loaders(args, env):
     classic = DataLoader(
         Subset(folder, range(images)), args.batch_size, num_workers=1, persistent_workers=True
     )
-    loaders = {"classic loader": classic, "our loader": build_loader(ours, batches, 1, 1)}
+    loaders = {
+        "classic loader": classic,
+        "our loader": build_loader(ours, batches, 1, torch.device("cpu")),
+    }
     speeds = {name: [] for name in loaders}
     for repeat in range(args.repeats + 1):
         for name, loader in loaders.items():

@@ -1,0 +1,218 @@
+"""The scripts on a pretend accelerator: what would differ or fail on a GPU, found without one.
+
+They run unmodified and under their own launchers. What the accelerator pretends, and what it cannot
+pretend, is in helpers/accelerator/pretend.py.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from imagenet_runs import SMALL_06, final, new_folder
+from images import write_images
+from on_accelerator import Accelerator, built, learned
+from processes import ROOT, without_gloo
+from ranks import Ranks
+from rungs import QUICK
+from test_template import copy_template
+
+from imagenet.signals import EXIT_REQUEUE
+
+pytestmark = pytest.mark.slow
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+
+
+@pytest.fixture(scope="session")
+def folder_of_the_accelerator():
+    return built()
+
+
+@pytest.fixture
+def accelerator(folder_of_the_accelerator, tmp_path):
+    return Accelerator(folder_of_the_accelerator, tmp_path / "report.jsonl")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """An ImageFolder tree of 8x8 images: 40 to train on and 15 to evaluate."""
+    root = tmp_path_factory.mktemp("images")
+    write_images(root, "train", (8, 8), per_class=20)
+    return write_images(root, "test", (8, 8), per_class=9)
+
+
+def output_of(command, env, folder=ROOT):
+    """Run a command in a folder, and return what it prints."""
+    done = subprocess.run(
+        [str(part) for part in command], cwd=folder, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return without_gloo(done.stdout)
+
+
+ON_ONE = {"01": ["01_snsc.py"], "02": ["02_snmc_dp.py"]}
+ON_TWO = {
+    "03": [*TORCHRUN, "03_mnmc_ddp_launch.py"],
+    "04": ["04_mnmc_ddp_mp.py", "--nproc-per-node=2"],
+}
+
+
+@pytest.mark.parametrize("script", ON_ONE)
+def test_one_device_learns_the_same_as_the_cpu(script, accelerator, images, run):
+    flags = [*QUICK, images, "--workers", 0]
+    command = [sys.executable, *ON_ONE[script], *flags]
+    output = output_of(command, accelerator.environment(1))
+    assert "device: pretend" in output
+    assert learned(output) == learned(run(ON_ONE[script][0], *flags).out)
+
+
+def on_two_cpus(folder, *flags):
+    """Return what 03 learns on two processes without the accelerator."""
+    ranks = Ranks(folder, 2, flags, script="03_mnmc_ddp_launch.py")
+    assert ranks.wait() == [0, 0], ranks.output()
+    return learned(ranks.output())
+
+
+@pytest.mark.parametrize("script", ON_TWO)
+def test_two_devices_learn_the_same_as_two_cpus(script, accelerator, images, tmp_path):
+    flags = [*QUICK, images, "--workers", 0, "--sync-bn"]
+    command = [sys.executable, *ON_TWO[script], *flags]
+    output = output_of(command, accelerator.environment(2))
+    assert "pretend:0-1" in output
+    assert learned(output) == on_two_cpus(tmp_path, *flags)
+
+
+@pytest.fixture
+def train_on(train, accelerator):
+    """A function as `train`, whose ranks run on the accelerator."""
+
+    def train_on(name, world_size, *flags, prepare=None, devices=None, **options):
+        env = accelerator.variables(devices or world_size)
+        prepare = functools.partial(on_accelerator, accelerator, prepare)
+        return train(name, world_size, *flags, env=env, prepare=prepare, **options)
+
+    return train_on
+
+
+def on_accelerator(accelerator, prepare, rank):
+    accelerator.prepare(rank)
+    if prepare:
+        prepare(rank)
+
+
+EVERYTHING = ["--epochs", 2, "--batch-size", 20, "--accumulate", 2, "--ema", 0.9, "--sync-bn"]
+EVERYTHING += ["--clip-grad", 1, "--lr", 0.5, "--warmup-epochs", 1]
+
+
+def close(a, b):
+    """Whether two states are equal within rounding."""
+    if isinstance(a, torch.Tensor) and a.is_floating_point():
+        return torch.allclose(a, b, rtol=1e-3, atol=1e-4)
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(close(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(close, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_06_learns_the_same_as_on_the_cpu(train, train_on, one_each, tmp_path, world_size):
+    on_cpu = train("cpu", world_size, one_each, *EVERYTHING)
+    on_device = train_on("device", world_size, one_each, *EVERYTHING, "--workers", 1)
+    for ranks in (on_cpu, on_device):
+        assert ranks.wait() == [0] * world_size, ranks.output()
+    assert "pretend:0" in on_device.output()
+    assert learned(on_device.output()) == learned(on_cpu.output())
+    for part in ("model", "ema", "totals"):
+        assert close(final(tmp_path / "device")[part], final(tmp_path / "cpu")[part]), part
+
+
+def test_06_evaluates_the_weights_that_it_saved(train_on, one_each, tmp_path):
+    flags = [one_each, "--batch-size", 20, "--amp", "bf16"]
+    ranks = train_on("run", 2, *flags, "--epochs", 1)
+    assert ranks.wait() == [0, 0], ranks.output()
+    trained = learned(ranks.output())[-1]
+    ranks = train_on("run", 1, *flags, "--evaluate", "--resume")
+    assert ranks.wait() == [0], ranks.output()
+    assert trained in ranks.output()
+
+
+def test_06_saves_and_exits_after_a_signal(train_on, one_each, tmp_path):
+    flags = [one_each, "--batch-size", 8, "--eval-every", 0, "--epochs", 1000]
+    ranks = train_on("run", 2, *flags)
+    ranks.wait_for(r"== step: \[ *3/")
+    for rank in (0, 1):
+        ranks.signal(rank, "SIGTERM")
+    assert ranks.wait() == [EXIT_REQUEUE, EXIT_REQUEUE], ranks.output()
+    assert f"after step {final(tmp_path / 'run')['step']}: saved" in ranks.output()
+
+
+@pytest.mark.parametrize("flags", [[], ["--ema", 0.9, "--clip-grad", 1], ["--amp", "fp16"]])
+def test_a_step_of_06_does_not_wait_for_the_device(flags, accelerator, tmp_path):
+    waits = []
+    for steps in (4, 8):
+        given = [*SMALL_06, "--dummy", 16 * steps, "--batch-size", 16, "--epochs", 1, *flags]
+        given += ["--eval-every", 0, "--print-every", 1000]
+        given += ["--checkpoints-path", tmp_path / f"steps-{steps}"]
+        ranks = Ranks(
+            tmp_path,
+            1,
+            given,
+            env=accelerator.variables(1),
+            prepare=accelerator.prepare,
+            script=str(ROOT / "06_imagenet.py"),  # by this name, its losses are not logged
+        )
+        assert ranks.wait() == [0], ranks.output()
+        waits.append(accelerator.reports()[0]["waits"])
+    assert waits[0] == waits[1] > 0
+
+
+def test_each_rank_uses_the_device_of_its_local_rank(accelerator, images, tmp_path):
+    """Of two machines with two devices each."""
+    ranks = Ranks(
+        tmp_path,
+        4,
+        [*QUICK, images, "--workers", 0],
+        nodes=2,
+        env=accelerator.variables(2),
+        prepare=accelerator.prepare,
+        script="03_mnmc_ddp_launch.py",
+    )
+    assert ranks.wait() == [0] * 4, ranks.output()
+    used = {rank: line["allocated"] for rank, line in accelerator.reports().items()}
+    assert used.keys() == {0, 1, 2, 3}
+    for rank, bytes_on in used.items():
+        assert bytes_on[rank % 2] > 0 and bytes_on[1 - rank % 2] == 0
+
+
+def test_a_slurm_step_learns_the_same_as_two_cpus(accelerator, images, tmp_path, slurm):
+    flags = [*QUICK, images, "--workers", 0]
+    step = ["srun", "--nodes=1", "--ntasks=2", sys.executable, "05_mnmc_ddp_slurm.py", *flags]
+    output = output_of(step, slurm.env | accelerator.environment(2))
+    assert "pretend:0-1" in output
+    assert learned(output) == on_two_cpus(tmp_path, *flags)
+
+
+def test_the_template_resumes_with_each_rank_on_its_own_device(accelerator, tmp_path):
+    folders = [new_folder(tmp_path, name) for name in ("device", "cpu")]
+    outputs = []
+    for folder, env in zip(folders, (accelerator.environment(2), os.environ), strict=True):
+        copy_template(folder)
+        command = [sys.executable, *TORCHRUN, "train.py", "--batch-size", 500, "--epochs"]
+        output_of([*command, 1], env, folder)
+        outputs.append(output_of([*command, 2, "--resume"], env, folder))
+    assert learned(outputs[0]) == learned(outputs[1])
+    assert accelerator.reports()[1]["allocated"][0] == 0, (
+        "nothing of rank 1 on the device of rank 0"
+    )
+
+
+def test_preflight_checks_the_devices(accelerator):
+    command = [sys.executable, *TORCHRUN, "launch/preflight.py"]
+    output = output_of(command, accelerator.environment(2))
+    assert "preflight: 0 of 12 checks failed, 0 with a warning" in output
+    assert "pretend:1 (pretend accelerator)" in output
