@@ -45,7 +45,7 @@ from imagenet.finetune import freeze, start_from, train_mode
 from imagenet.flags import AMP_DTYPES, parse_args
 from imagenet.launch_checks import check_launch
 from imagenet.loader import DeviceLoader, build_normalize
-from imagenet.model import AveragedModel, build_model, parameter_groups
+from imagenet.model import AveragedModel, build_model, parameter_groups, start_momentum
 from imagenet.progress import Progress
 from imagenet.resume import check_batches, check_same_run, micro_batches
 from imagenet.sampler import GlobalBatchSampler
@@ -61,9 +61,9 @@ def main(args):
     # 0. set up
     signals.exit_when_torchrun_dies()
     timeout = datetime.timedelta(seconds=args.timeout)
+    make_deterministic(args.deterministic)  # before NCCL connects: torch gives it other algorithms
     d = setup_distributed(timeout=timeout)
     check_launch(args, d)
-    make_deterministic(args.deterministic)
     cpu_group = dist.new_group(backend="gloo", timeout=timeout)  # for votes and checkpoints
     train_set, val_set = build_datasets(args)
     dist.monitored_barrier(cpu_group, SLOW_START)  # a slow disk lists its files for minutes
@@ -121,6 +121,7 @@ def main(args):
         steps = args.epochs * run.steps_per_epoch
         progress.print(f"resumed from {path}, after step {run.steps_done} of {steps}")
         state = None  # its memory is free again
+    start_momentum(optimizer)
 
     # 4. train and evaluate
     votes = Votes(cpu_group)

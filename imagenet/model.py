@@ -1,4 +1,4 @@
-"""What 06 adds to common.models: timm's models, averaged weights, groups of parameters."""
+"""What 06 adds to common.models: timm's models, averaged weights, parameter groups, momentum."""
 
 import copy
 import itertools
@@ -79,3 +79,19 @@ def parameter_groups(model, weight_decay):
         {"params": weights, "weight_decay": weight_decay},
         {"params": norms_and_biases, "weight_decay": 0.0},
     ]
+
+
+def start_momentum(optimizer):
+    """Give every weight its momentum, zero at first, in the memory format of the weight.
+
+    A fused SGD allocates it in the first step, and writes nothing after an overflow in fp16: what
+    was in this memory would be the momentum. And it refuses a momentum in another memory format, as
+    in a checkpoint from before --channels-last.
+    """
+    for group in optimizer.param_groups:
+        for weight in group["params"] if group["momentum"] else []:
+            momentum = torch.zeros_like(weight)
+            saved = optimizer.state[weight].get("momentum_buffer")
+            if saved is not None:
+                momentum.copy_(saved)
+            optimizer.state[weight]["momentum_buffer"] = momentum

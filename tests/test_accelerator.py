@@ -5,7 +5,9 @@ pretend, is in helpers/accelerator/pretend.py.
 """
 
 import functools
+import math
 import os
+import re
 import subprocess
 import sys
 
@@ -129,6 +131,40 @@ def test_06_learns_the_same_as_on_the_cpu(train, train_on, one_each, tmp_path, w
     assert learned(on_device.output()) == learned(on_cpu.output())
     for part in ("model", "ema", "totals"):
         assert close(final(tmp_path / "device")[part], final(tmp_path / "cpu")[part]), part
+
+
+def overflow_at_first(rank):
+    """Let the gradients of the first step overflow, as they often do in fp16."""
+
+    def scale(self, loss, original=torch.amp.GradScaler.scale):
+        factor = math.inf if self._scale is None else 1  # _scale is None until the first call
+        return original(self, loss) * factor
+
+    torch.amp.GradScaler.scale = scale
+
+
+def test_06_in_fp16_trains_on_after_an_overflow(train_on, one_each, tmp_path):
+    flags = ["--epochs", 2, "--batch-size", 8, "--amp", "fp16", "--lr", 0.1]
+    ranks = train_on("run", 1, one_each, *flags, prepare=overflow_at_first)
+    assert ranks.wait() == [0], ranks.output()
+    losses = re.findall("loss: ([a-z0-9.]+)", ranks.output())
+    assert len(losses) == 10 and math.nan not in map(float, losses[1:])
+    state = final(tmp_path / "run")
+    assert state["scaler"]["scale"] == 2**15, "halved once, by the overflow"
+    momentum = [entry["momentum_buffer"] for entry in state["optimizer"]["state"].values()]
+    assert all(tensor.isfinite().all() for tensor in momentum)
+
+
+def test_06_resumes_on_other_ranks_in_another_memory_format(train, train_on, one_each):
+    flags = [one_each, "--batch-size", 20, "--ema", 0.9, "--epochs"]
+    outputs = []
+    for start, name in ((train_on, "device"), (train, "cpu")):
+        assert start(name, 2, *flags, 1).wait() == [0, 0]
+        ranks = start(name, 1, *flags, 2, "--resume", "--channels-last")
+        assert ranks.wait() == [0], ranks.output()
+        assert "after step 2 of 4" in ranks.output()
+        outputs.append(learned(ranks.output()))
+    assert outputs[0] == outputs[1]
 
 
 def test_06_evaluates_the_weights_that_it_saved(train_on, one_each, tmp_path):
