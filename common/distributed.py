@@ -85,7 +85,7 @@ class Address(NamedTuple):
 
     host: str
     port: int
-    job: str = ""
+    job: str  # "" if the launcher names none
 
     def __str__(self):
         return f"{self.host}:{self.port}"

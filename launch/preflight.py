@@ -82,7 +82,6 @@ def main():
     else:
         follow(store, me, is_second, work, pulse)
         code = 0  # only rank 0 fails, or the launcher could end it before it has reported
-    sys.stdout.flush()
     os._exit(code)  # do not wait for threads, nor for a collective that may never end
 
 

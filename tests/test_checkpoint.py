@@ -3,6 +3,7 @@ them.
 """
 
 import os
+import re
 import subprocess
 import threading
 import time
@@ -274,7 +275,9 @@ def test_weights_come_from_a_checkpoint_or_a_state_dict(tmp_path):
     torch.save({"weight": Code(tmp_path / "it-ran")}, tmp_path / "code.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("no weights")
-    for name in ("code.pt", "list.pt", "text.pt", "missing.pt", "."):
+    with pytest.raises(UserError, match=r"list\.pt: it holds a list, not a state_dict; expected"):
+        load_weights(str(tmp_path / "list.pt"))
+    for name in ("code.pt", "text.pt", "missing.pt", "."):
         with pytest.raises(UserError, match=r"--weights .*expected a checkpoint of this script"):
             load_weights(str(tmp_path / name))
     assert not (tmp_path / "it-ran").exists()
@@ -298,3 +301,9 @@ def test_a_save_interval_counts_steps_or_seconds():
 def test_a_file_that_is_not_there_is_damaged_too(tmp_path):
     with pytest.raises(Damaged, match="No such file"):
         read_file(tmp_path / "step-00000001.pt")
+
+
+def test_a_file_ends_with_a_mark_that_later_versions_read(tmp_path):
+    """A checkpoint outlives the version that wrote it."""
+    write_file(str(tmp_path / "a.pt"), state(5))
+    assert re.search(rb"sha256:[0-9a-f]{64}\Z", (tmp_path / "a.pt").read_bytes())

@@ -31,7 +31,7 @@ from torchvision.transforms import functional as F
 from common import data, folder
 from common.errors import UserError
 from common.images import read_image
-from common.memory import MemoryImages
+from common.memory import MemoryImages, choose
 
 CPU = torch.device("cpu")
 
@@ -180,6 +180,11 @@ def test_a_limit_takes_the_same_images_of_every_class():
     assert torch.equal(few.images, again.images)
     more, _ = data.build_datasets(flags("--limit", 60_000))
     assert len(more) == 50_000
+
+
+def test_a_limit_takes_the_images_of_the_recorded_runs():
+    assert choose(10, 3).tolist() == [1, 4, 7]
+    assert choose(50_000, 4).tolist() == [11341, 36044, 37807, 49165]
 
 
 @pytest.mark.flags("01 to 05", "--limit")

@@ -448,7 +448,7 @@ def test_an_address_that_does_not_resolve_is_named(quick):
     with pytest.raises(
         LaunchError, match=r"'no-such-host.invalid' does not resolve: expected .* MASTER_ADDR"
     ):
-        rendezvous(Address("no-such-host.invalid", 29500), 1, 2)
+        rendezvous(Address("no-such-host.invalid", 29500, ""), 1, 2)
 
 
 def test_the_name_of_a_pod_may_become_known_late(monkeypatch):
@@ -814,14 +814,15 @@ def test_a_name_server_that_is_busy_is_asked_again(monkeypatch):
 
     monkeypatch.setattr(distributed, "NETWORK_TIMEOUT", 0)
     monkeypatch.setattr(distributed.socket, "getaddrinfo", getaddrinfo)
-    assert distributed.open_store(Address("busy", free_port()), 0, 1, timedelta(seconds=20))
+    assert distributed.open_store(Address("busy", free_port(), ""), 0, 1, timedelta(seconds=20))
 
 
 def test_the_store_has_the_timeout_of_the_job():
     """It begins with a longer one, which is for ranks that wait for rank 0."""
     timeout = timedelta(seconds=33)
     assert (
-        distributed.rendezvous(Address("127.0.0.1", free_port()), 0, 1, timeout).timeout == timeout
+        distributed.rendezvous(Address("127.0.0.1", free_port(), ""), 0, 1, timeout).timeout
+        == timeout
     )
 
 
@@ -830,7 +831,7 @@ def test_a_rank_that_dies_while_it_joins_is_told_of():
     store = torch.distributed.HashStore()
     for rank in range(2):
         store.set(f"rank {rank}", "a process")
-    address = Address("localhost", 29500)
+    address = Address("localhost", 29500, "")
     distributed.wait_for_verdict(store, 2, address, timedelta(seconds=0.1))
     found, expected, _ = json.loads(store.get("verdict"))
     assert found.startswith("a rank that fell silent while it joined did not join rank 0 on ")

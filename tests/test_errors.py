@@ -63,3 +63,8 @@ def test_an_address_that_others_do_not_reach_names_the_variable(text, variable):
     message = lost_peer(RuntimeError(text))
     assert f"need export {variable}_SOCKET_IFNAME=... on each, the interface" in message
     assert "/gloo/" not in message
+
+
+def test_a_lost_connection_of_any_backend_is_a_lost_rank():
+    text = "The client socket has timed out after 60s while trying to connect to (10.0.0.1, 29500)"
+    assert lost_peer(dist.DistNetworkError(text)).startswith(f"lost another rank ({text})")

@@ -16,7 +16,7 @@ from rungs import parse
 
 from common.errors import UserError
 from tools import experiments, records
-from tools.experiments import Machine
+from tools.experiments import Machine, slurm_answers
 
 LAPTOP = Machine("cpu", 2, "laptop")
 ONE_GPU = Machine("cuda", 1, "one-gpu")
@@ -512,3 +512,26 @@ def test_the_name_of_a_machine_is_that_of_its_device(monkeypatch):
     monkeypatch.setattr(experiments.torch.accelerator, "device_count", lambda: 8)
     assert Machine.here()[:3] == ("cuda", 8, "nvidia-h200-x-8")
     assert 2**30 < Machine.here().memory < 2**50
+
+
+def test_one_of_everything_is_enough(monkeypatch):
+    given = ["--processes", "1", "--repeats", "1", "--limit", "1", "--epochs", "1"]
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "speed", *given])
+    args = experiments.parse_args()
+    assert (args.processes, args.repeats, args.limit, args.epochs) == ([1], 1, 1, 1)
+
+
+def test_a_record_without_its_environment_is_refused(tmp_path):
+    path = tmp_path / "speed/me.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"command": "python x.py"}) + "\n")
+    with pytest.raises(records.RecordError, match=r"line 1: no column 'device', but command; "):
+        records.load("speed", "me", {}, results=tmp_path)
+
+
+@pytest.mark.parametrize(("code", "answers"), [(0, True), (1, False)])
+def test_slurm_answers_if_srun_starts_a_task(code, answers, tmp_path, monkeypatch):
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert slurm_answers() is answers

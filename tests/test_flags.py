@@ -43,6 +43,7 @@ from images import write_images, write_mnist
 from processes import start
 from ranks import Ranks
 from rungs import ALL_SCRIPTS, SCRIPTS, Parsed, parse
+from rungs import flags as shared_flags
 from torchvision.datasets import MNIST
 
 from common import data, folder, models
@@ -867,3 +868,51 @@ def test_images_are_split_by_their_share_by_so_many_processes(tmp_path, monkeypa
 
 if __name__ == "__main__":
     print_table()
+
+
+# What recorded commands mean that do not name these flags
+DEFAULTS = {
+    "dataset": "shapes",
+    "data_dir": "data",
+    "epochs": 5,
+    "batch_size": 256,
+    "lr": 0.01,
+    "lr_scaling": "linear",
+    "warmup_epochs": 0,
+    "workers": 2,
+    "arch": "resnet18",
+    "augment": True,
+    "seed": 0,
+    "print_every": 50,
+    "limit": None,
+}
+DEFAULTS_06 = {
+    "image_size": 224,
+    "workers": None,
+    "arch": "resnet18",
+    "sync_bn": False,
+    "epochs": 100,
+    "batch_size": 256,
+    "accumulate": 1,
+    "lr": 0.1,
+    "schedule": "cosine",
+    "step_epochs": 30,
+    "warmup_epochs": 5,
+    "warmup_factor": 0.1,
+    "momentum": 0.9,
+    "weight_decay": 5e-5,
+    "label_smoothing": 0,
+    "clip_grad": None,
+    "ema": 0,
+    "seed": 0,
+    "eval_every": 1,
+    "keep": 3,
+    "timeout": 60,
+    "print_every": 50,
+    "amp": "none",
+}
+
+
+def test_flags_that_a_recorded_command_leaves_out_keep_their_values():
+    for defaults, args in ((DEFAULTS, shared_flags()), (DEFAULTS_06, parse_06("--dummy", 2))):
+        assert {name: getattr(args, name) for name in defaults} == defaults

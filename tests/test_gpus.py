@@ -213,6 +213,7 @@ def test_loader_workers_leave_two_cores_to_a_process_with_a_gpu(monkeypatch, tmp
     assert workers("cpu", 2) == 8
     assert workers("cuda", 2) == 6
     assert workers("cuda", 16) == 1
+    assert build_loader(images, batches, 1, torch.device("cpu")).persistent_workers
 
 
 def test_a_gpu_that_emulates_bf16_is_named(monkeypatch, capsys):
@@ -320,6 +321,19 @@ def test_a_record_names_the_software_of_a_gpu(monkeypatch):
         assert records.gpu_software(torch.device("cuda", 0))["tf32_matmul"] is True
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_a_record_names_the_gpu_and_its_kind_of_nccl(monkeypatch):
+    if torch.version.cuda is None:
+        pytest.skip("this torch was built without CUDA")
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"the name of {index}")
+    assert records.device_name(device) == "the name of cuda:1"
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    world = SimpleNamespace(WORLD=SimpleNamespace(_get_backend=lambda _: Path()))
+    monkeypatch.setattr(dist, "group", world)
+    assert records.gpu_software(device)["nccl_class"] == type(Path()).__name__
 
 
 @pytest.mark.parametrize(

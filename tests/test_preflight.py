@@ -5,6 +5,8 @@ something wrong.
 import json
 import re
 import socket
+import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,8 @@ import torchvision
 from processes import finished
 
 from common.distributed import Ranks
-from machine_checks import all_reduce, checks, facts, network, show
+from launch import preflight
+from machine_checks import all_reduce, checks, facts, messages, network, show
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
@@ -523,6 +526,9 @@ def test_the_report_tells_ms_and_gb_per_second():
         re.search(r"^1 +n0 .* -0\.3 s +2$", shown, re.M)
         and "preflight: 0 of 1 checks failed, 0 with" in shown
     )
+    heads = r"rank +host +pid +device +listens at +torch +NCCL +code +clock +threads"
+    assert re.match(heads, shown)
+    assert json.loads(show.as_json(ranks, {"1": -0.26}, [check], times))["clocks"] == {"1": -0.26}
     speeds = json.loads(show.as_json(ranks, {}, [check], times))["all_reduce"]
     assert speeds[1] == {
         "bytes": 2**26,
@@ -546,3 +552,85 @@ def test_the_facts_of_a_rank_are_those_of_psutil(monkeypatch):
     assert told["interfaces"] == {name: address for name, address in addresses.items() if address}
     check = checks.check_shared_memory([fact(0), fact(1, shared_memory=int(1.5 * 2**30))])
     assert (check.verdict, check.found) == ("ok", "1.5 GiB or more")
+
+
+def test_columns_are_as_wide_as_their_widest_cell():
+    assert show.columns([("rank", "host"), (10, "a"), (2, "")]) == ["rank  host", "10    a", "2"]
+
+
+def test_devices_that_fit_are_named_by_their_kind():
+    on_gpus = [fact(rank, device=f"cuda:{rank % 2}", backend="nccl", gpus=2) for rank in range(4)]
+    for ranks, kind in (([fact(0)], "CPU"), (on_gpus, "GPU")):
+        check = checks.check_devices(ranks)
+        assert (check.verdict, check.found) == ("ok", f"a {kind} for each rank")
+
+
+def test_ranks_that_make_no_progress_are_named_with_what_to_try():
+    ranks = [fact(rank) for rank in range(2)]
+    stages = {0: "done", 1: "all_reduce of 1 MiB"}
+    check = checks.check_all_reduce(all_reduce.Outcome(None, None, stages, []), ranks)
+    assert check.verdict == "FAIL" and "rank 1 on n0, last at all_reduce of 1 MiB" in check.found
+    assert check.change == "NCCL_DEBUG=INFO; on one machine try NCCL_P2P_DISABLE=1"
+
+
+def test_a_pulse_writes_what_its_process_is_doing(monkeypatch):
+    monkeypatch.setattr(messages, "PULSE", 0.01)
+    store = torch.distributed.HashStore()
+    pulse = messages.Pulse(store, 3)
+    pulse.at("connecting")
+    seen = set()
+    while len(seen) < 5:
+        seen.add(store.get("pulse 3").decode())
+    assert {text.split(" ", 1)[1] for text in seen} <= {"start", "connecting"}
+    assert pulse.daemon, "a process does not wait for it"
+
+
+def test_rank_0_watches_until_its_measurement_ends(monkeypatch):
+    monkeypatch.setattr(all_reduce, "PULSE", 0.01)
+    store = torch.distributed.HashStore()
+    messages.Pulse(store, 0)
+    assert all_reduce.watch(store, 1, lambda: [(4096, 0.1)]).times == [(4096, 0.1)]
+
+    def fail():
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(messages, "SILENCE", 0.1)
+    outcome = all_reduce.watch(store, 1, fail)
+    assert outcome.times is None and str(outcome.error) == "no network" and outcome.silent == []
+
+
+def test_a_machine_connects_to_the_listeners_of_others():
+    listener = network.Listener("n1", "127.0.0.1")
+    other = socket.create_server(("127.0.0.1", 0))  # which is no listener of ours
+
+    def answer():
+        connection, _ = other.accept()
+        with connection:
+            connection.sendall(b"\xff hello")
+
+    threading.Thread(target=answer, daemon=True).start()
+    where = {
+        "n0": {"gloo": ("127.0.0.1", 1, "itself")},
+        "n1": {"gloo": ("127.0.0.1", listener.port, listener.name)},
+        "n2": {"gloo": ("127.0.0.1", other.getsockname()[1], "n2 7")},
+    }
+    one, two = network.connect_to_all(where, "n0")
+    assert one == ("n0", "n1", "gloo", "127.0.0.1", None)
+    assert two == ("n0", "n2", "gloo", "127.0.0.1", "\ufffd hello answers there")
+
+
+def test_the_code_differs_if_a_file_of_any_folder_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "ROOT", tmp_path)
+    hashes = {facts.code_hash()}
+    for folder in (".", "common", "imagenet", "launch", "machine_checks"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "a.py").write_text(folder)
+        hashes.add(facts.code_hash())
+    assert len(hashes) == 6
+
+
+def test_preflight_takes_no_beginning_of_a_flag(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["preflight.py", "--js"])
+    with pytest.raises(SystemExit):
+        preflight.parse_args()
+    assert "unrecognized arguments: --js" in capsys.readouterr().err

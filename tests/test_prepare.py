@@ -377,3 +377,11 @@ def test_a_killed_preparation_leaves_no_half_image(flowers, tmp_path):
     end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert end.returncode == 0 and "next: python 06_imagenet.py" in end.stdout, end.stderr
     assert len(files(tmp_path / "a")) == 340
+
+
+def test_a_folder_of_somebody_else_is_left_alone(flowers, tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/photo.jpg").touch()
+    with pytest.raises(UserError, match=r"/a is not empty and was not made by this command: name"):
+        run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.3)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["photo.jpg"]

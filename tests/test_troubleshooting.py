@@ -433,7 +433,7 @@ def test_a_world_larger_than_its_processes_ends_in_a_timeout(quick):
     plain = functools.partial(
         dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT
     )
-    return raised(plain, lambda: rendezvous(Address("127.0.0.1", free_port()), 0, 2, SHORT))
+    return raised(plain, lambda: rendezvous(Address("127.0.0.1", free_port(), ""), 0, 2, SHORT))
 
 
 @provokes(44)
@@ -455,7 +455,7 @@ def test_a_taken_port_is_an_error_of_torch_and_a_hint_of_ours():
     plain = functools.partial(
         dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT
     )
-    return raised(plain, lambda: rendezvous(Address("127.0.0.1", store.port), 0, 2, SHORT))
+    return raised(plain, lambda: rendezvous(Address("127.0.0.1", store.port, ""), 0, 2, SHORT))
 
 
 @provokes(9)
@@ -555,7 +555,7 @@ def test_a_name_that_does_not_resolve_is_named(quick):
         dist.init_process_group, "gloo", init_method=url, rank=1, world_size=2, timeout=SHORT
     )
     return raised(
-        plain, lambda: rendezvous(Address("no-such-host.invalid", 29500), 1, 2, 9 * SHORT)
+        plain, lambda: rendezvous(Address("no-such-host.invalid", 29500, ""), 1, 2, 9 * SHORT)
     )
 
 

@@ -170,7 +170,7 @@ def seconds_to_join(ranks, join):
 
 
 def rendezvous_ours(rank, ranks, port):
-    return rendezvous(Address("127.0.0.1", port), rank, ranks, TIMEOUT)
+    return rendezvous(Address("127.0.0.1", port, ""), rank, ranks, TIMEOUT)
 
 
 def rendezvous_torch(rank, ranks, port):
