@@ -555,7 +555,8 @@ def test_the_facts_of_a_rank_are_those_of_psutil(monkeypatch):
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
-    assert show.columns([("rank", "host"), (10, "a"), (2, "")]) == ["rank  host", "10    a", "2"]
+    rows = [("rank", "host"), (123456, "a"), (2, "")]
+    assert show.columns(rows) == ["rank    host", "123456  a", "2"]
 
 
 def test_devices_that_fit_are_named_by_their_kind():
@@ -600,7 +601,10 @@ def test_rank_0_watches_until_its_measurement_ends(monkeypatch):
 
 
 def test_a_machine_connects_to_the_listeners_of_others():
+    threads = threading.enumerate()
     listener = network.Listener("n1", "127.0.0.1")
+    for thread in threading.enumerate():
+        assert thread in threads or thread.daemon, "the process does not wait for a listener"
     other = socket.create_server(("127.0.0.1", 0))  # which is no listener of ours
 
     def answer():

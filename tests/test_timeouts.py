@@ -99,10 +99,10 @@ def stop_in_the_evaluation(rank):
     """There, the ranks wait for each other in votes alone, which have a group of their own."""
     from imagenet import votes
 
-    def cast(self, *wishes, original=votes.Votes.cast):
-        if rank == 1 and len(wishes) == 1:  # in an evaluation there is nothing to save
+    def cast(self, original=votes.Votes.cast, **wishes):
+        if "save" not in wishes and rank == 1:  # in an evaluation there is nothing to save
             os.kill(os.getpid(), signal.SIGSTOP)
-        original(self, *wishes)
+        original(self, **wishes)
 
     votes.MAX_COST = 1000  # so that every step has a vote
     votes.Votes.cast = cast
