@@ -4,6 +4,7 @@ import copy
 import itertools
 
 import torch
+from torch import nn
 
 from common.errors import UserError
 from common.models import build_model as build_common_model
@@ -13,16 +14,34 @@ def build_model(args, dataset):
     """Build the untrained model of --arch.
 
     Args:
-        args: reads arch and channels_last.
+        args: reads arch, channels_last, deterministic and evaluate.
         dataset: has channels, image_size (height, width) and num_classes.
 
     Raises:
-        UserError: there is no such model, or it cannot take such images.
+        UserError: there is no such model, it cannot take such images, or it cannot be trained with
+            --deterministic on a GPU.
     """
     build = _build_timm if args.arch.startswith("timm:") else build_common_model
-    return build(args, dataset).to(
+    model = build(args, dataset)
+    if args.deterministic and not args.evaluate and torch.cuda.is_available():
+        _check_deterministic(args.arch, model)
+    return model.to(
         memory_format=torch.channels_last if args.channels_last else torch.contiguous_format
     )
+
+
+def _check_deterministic(arch, model):
+    """Refuse a model with a layer whose gradients depend on the order of a GPU's threads.
+
+    torch.use_deterministic_algorithms() names such layers. Among torchvision's models only alexnet
+    and vgg have one. A pool to 1x1 is not one, since torch computes a mean instead.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.AdaptiveAvgPool2d) and layer.output_size not in (1, (1, 1)):
+            raise UserError(
+                f"--deterministic: on a GPU torch cannot train {arch} with it, because of "
+                f"{layer}; expected another --arch, as resnet18, or no --deterministic"
+            )
 
 
 def _build_timm(args, dataset):

@@ -19,7 +19,9 @@ from tools.book.translations import FLAGS
 
 def model_of(arch, num_classes, size=32):
     dataset = SimpleNamespace(channels=3, image_size=(size, size), num_classes=num_classes)
-    return build_model(SimpleNamespace(arch=arch, channels_last=False), dataset)
+    return build_model(
+        SimpleNamespace(arch=arch, channels_last=False, deterministic=False), dataset
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from imagenet_runs import parse_06
 from launchers import slurm_step
 from processes import ROOT
 from torch import nn
@@ -24,7 +25,7 @@ from common.syncbn import convert_sync_batchnorm
 from imagenet import flags
 from imagenet.datasets import DummyImages
 from imagenet.loader import build_loader
-from imagenet.model import AveragedModel
+from imagenet.model import AveragedModel, build_model
 from imagenet.resume import check_batches
 from imagenet.sampler import GlobalBatchSampler
 
@@ -156,6 +157,26 @@ def test_a_checkpoint_without_a_scaler_continues_as_fp16():
         state | {"scaler": run.scaler.state_dict() | {"scale": 8.0}}, "a checkpoint"
     )
     assert run.scaler.get_scale() == 8
+
+
+def test_deterministic_models_have_no_pool_that_is_not(monkeypatch):
+    images = DummyImages(2, 64)
+
+    def build(*flags):
+        return build_model(parse_06("--dummy", 2, *flags), images)
+
+    def refused(*flags):
+        with pytest.raises(UserError, match=r"alexnet .*AdaptiveAvgPool2d.*(6, 6).* as resnet18"):
+            build(*flags)
+        return True
+
+    exact = ["--arch", "alexnet", "--image-size", 64, "--deterministic"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert build(*exact)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert refused(*exact)
+    assert build(*exact[:-1]) and build(*exact, "--evaluate", "--weights", "x.pt")
+    assert build("--arch", "resnet18", *exact[2:])
 
 
 FAKE = """

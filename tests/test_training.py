@@ -90,7 +90,8 @@ def test_a_training_is_that_of_a_plain_pytorch_loop(scaled, tmp_path):
     images = DummyImages(36, 32, num_classes=10)
     torch.manual_seed(5)
     model = build_model(
-        SimpleNamespace(arch="mnist_net", channels_last=False, batch_size=12), images
+        SimpleNamespace(arch="mnist_net", channels_last=False, deterministic=False, batch_size=12),
+        images,
     ).eval()
     named = dict(model.named_parameters())
     assert [name for name, p in named.items() if p.ndim == 1] == [
@@ -294,7 +295,9 @@ def test_every_test_image_counts_once_on_any_number_of_ranks(train, one_each, tm
     assert train("run", 1, one_each, "--epochs", 1, "--batch-size", 20, "--ema", 0.5).wait() == [0]
     best = tmp_path / "run/checkpoints/best.pt"
     net = build_model(
-        SimpleNamespace(arch="mobilenet_v3_small", batch_size=2, channels_last=False),
+        SimpleNamespace(
+            arch="mobilenet_v3_small", batch_size=2, channels_last=False, deterministic=False
+        ),
         Images(one_each / "val", 32),
     )
     net.load_state_dict(load_weights(str(best)))
