@@ -16,6 +16,7 @@ import torch
 from imagenet_runs import SMALL_06, final, new_folder
 from images import write_images
 from on_accelerator import Accelerator, built, learned
+from one_device import check_two_ranks_on_one_device, share_device
 from processes import ROOT, without_gloo
 from ranks import Ranks
 from rungs import QUICK
@@ -79,7 +80,7 @@ def on_two_cpus(folder, *flags):
 
 @pytest.mark.parametrize("script", ON_TWO)
 def test_two_devices_learn_the_same_as_two_cpus(script, accelerator, images, tmp_path):
-    flags = [*QUICK, images, "--workers", 0, "--sync-bn"]
+    flags = [*QUICK, images, "--workers", 0, "--arch", "small_net", "--sync-bn"]
     command = [sys.executable, *ON_TWO[script], *flags]
     output = output_of(command, accelerator.environment(2))
     assert "pretend:0-1" in output
@@ -223,6 +224,11 @@ def test_each_rank_uses_the_device_of_its_local_rank(accelerator, images, tmp_pa
     assert used.keys() == {0, 1, 2, 3}
     for rank, bytes_on in used.items():
         assert bytes_on[rank % 2] > 0 and bytes_on[1 - rank % 2] == 0
+
+
+def test_two_ranks_may_share_a_device(train, train_on, one_each):
+    on_device = functools.partial(train_on, devices=1, prepare=share_device)
+    check_two_ranks_on_one_device(train, on_device, "pretend:0", one_each)
 
 
 def test_a_slurm_step_learns_the_same_as_two_cpus(accelerator, images, tmp_path, slurm):
