@@ -86,8 +86,8 @@ def gpu_software(device):
 
 def device_name(device):
     """Return the manufacturer's name of a device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type not in ("cpu", "mps"):  # Apple's mps has no name of its own
+        return torch.get_device_module(device).get_device_properties(device).name
     cpu = read_proc("cpuinfo", r"model name\s*: (.*)")
     return cpu or platform.processor() or platform.machine()
 

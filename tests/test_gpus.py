@@ -348,8 +348,9 @@ def test_a_record_names_the_gpu_and_its_kind_of_nccl(monkeypatch):
     if torch.version.cuda is None:
         pytest.skip("this torch was built without CUDA")
     device = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"the name of {index}")
-    assert records.device_name(device) == "the name of cuda:1"
+    properties = SimpleNamespace(name="NVIDIA X")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {device: properties}.get)
+    assert records.device_name(device) == "NVIDIA X"
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     world = SimpleNamespace(WORLD=SimpleNamespace(_get_backend=lambda _: Path()))
