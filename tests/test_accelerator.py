@@ -5,6 +5,7 @@ pretend, is in helpers/accelerator/pretend.py.
 """
 
 import functools
+import json
 import math
 import os
 import re
@@ -258,3 +259,27 @@ def test_preflight_checks_the_devices(accelerator):
     output = output_of(command, accelerator.environment(2))
     assert "preflight: 0 of 12 checks failed, 0 with a warning" in output
     assert "pretend:1 (pretend accelerator)" in output
+
+
+SMALL_PLAN = """
+from tools import gpu
+gpu.torch.cuda.is_available = lambda: True
+small = "--arch small_net --image-size 32 --workers 0 --eval-every 0"
+gpu.EXACT = small + " --batch-size 64 --deterministic --ema 0.9"
+gpu.DUMMY = f"06_imagenet.py --dummy 1280 {small} --batch-size 64 --print-every 5"
+gpu.main(gpu.parse_args())
+"""
+
+
+def test_make_gpu_runs_its_plan(accelerator, tmp_path):
+    """Its parts that need no CUDA, with a smaller model."""
+    parts = ["preflight", "fp16", "resume"]
+    command = [sys.executable, "-c", SMALL_PLAN, *parts, "--out", tmp_path / "carried"]
+    output_of(command, accelerator.environment(1))
+    (path,) = (tmp_path / "carried/gpu").glob("*.jsonl")
+    assert "pretend-accelerator" in path.name
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["part"] for record in records] == parts
+    assert all(record["passed"] for record in records)
+    said = "\n".join(line for end in records[-1]["ended"] for line in end["output"])
+    assert "killed after it wrote" in said and "resumed from" in said and "the same bits" in said

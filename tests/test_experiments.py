@@ -421,6 +421,15 @@ def test_a_file_without_records_is_named_before_anything_runs(results, capsys):
         experiments.main(asked("speed", "--machine", "tiny"))
 
 
+@pytest.mark.flags("tools/experiments.py", "--out")
+def test_records_may_lie_in_another_folder(tmp_path):
+    path = tmp_path / "carried/speed/tiny.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("hello\n")
+    with pytest.raises(records.RecordError, match=r"carried/speed/tiny\.jsonl, line 1"):
+        experiments.main(asked("speed", "--machine", "tiny", "--out", tmp_path / "carried"))
+
+
 @pytest.mark.slow
 def test_ctrl_c_leaves_neither_processes_nor_half_a_record(tmp_path):
     """Ctrl c stops the run and leaves neither processes nor half a record."""

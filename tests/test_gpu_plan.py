@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -22,97 +23,184 @@ COMMANDS = sorted(
 )
 
 
-def test_the_plan_is_short_and_begins_with_the_most_valuable():
-    """The plan is short and the most valuable parts come first."""
+def test_the_plan_is_short_and_begins_with_what_proves_most():
+    first = ["tests", "rungs", "preflight", "sync", "fp16", "resume"]
     for parts in PLANS.values():
-        assert [part.name for part in parts][:4] == ["tests", "sync", "resume", "fp16"]
+        names = [part.name for part in parts]
+        assert names[:6] == first
+        assert len(set(names)) == len(names)
         assert all(60 * part.minutes <= gpu.PART_SECONDS for part in parts)
-        assert len({part.name for part in parts}) == len(parts)
-    assert sum(part.minutes for part in PLANS[1]) <= 50 and "ddp" not in {
-        part.name for part in PLANS[1]
-    }
+    assert sum(part.minutes for part in PLANS[1]) <= 60
+    assert "ddp" not in [part.name for part in PLANS[1]]
     assert "torchrun --nproc-per-node=8 launch/preflight.py" in str(PLANS[8])
     without = gpu.plan(SimpleNamespace(devices=1, name="x"), has_data=lambda _: False)
-    assert sum(part.minutes for part in without) <= 40, (
-        "what data/ holds is measured if it is there"
-    )
+    names = [part.name for part in without]
+    assert names == [*first, "resnet50", "peer", "compile", "speed", "resnet18"]
+    assert sum(part.minutes for part in without) <= 40
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_script_of_the_plan_takes_its_flags(command, monkeypatch):
-    words = shlex.split(
-        command.format(tmp="/tmp", train="/tmp/t", input="/tmp/i", ddp="/tmp/d", peer="/tmp/p")
-    )
-    words = [
-        word
-        for word in words[words.index(next(w for w in words if w in ("python", "torchrun"))) + 1 :]
-    ]
-    if words[:2] == ["-m", "pytest"] or words[0] == "tools/lab/same_bits.py":
+    files = ("train", "input", "ddp", "peer", "out")
+    words = shlex.split(command.format(tmp="/tmp", **{name: f"/tmp/{name}" for name in files}))
+    if "grep" in words or "pytest" in words or "tools/lab/same_bits.py" in words:
         return
-    if words[0] == "tools/lab/sync_warnings.py":
-        words = words[1:]
-    script = next(word for word in words if word.endswith(".py"))
+    scripts = [word for word in words if word.endswith(".py") and not word.startswith("tools/lab")]
+    flags = words[words.index(scripts[0]) + 1 :]
+    if "|" in flags:
+        flags = flags[: flags.index("|")]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr("imagenet.flags.can_compile", lambda: True)
-    parse(monkeypatch, script, *words[words.index(script) + 1 :])
+    parse(monkeypatch, scripts[0], *flags)
+
+
+GOOD = ["python -c 'print(1 + 1)'", "! grep 3 {tmp}/output", "ls {tmp} > {out}/seen"]
+BAD = ["python -c 'print(7); raise SystemExit(3)' | cat", "python -c 'print(8)'"]
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine of one GPU whose plan has two parts, the second of which fails; returns its results
-    file.
+    """A machine of one GPU whose plan has two parts, the second of which fails.
+
+    Returns a function (*flags) that runs it and returns the parts that it has recorded.
     """
-    parts = [
-        gpu.Part(
-            "good", 1, "x", ["python -c 'print(1 + 1)'", "! timeout -s KILL 1 sleep 9", "ls {tmp}"]
-        ),
-        gpu.Part(
-            "bad", 1, "x", ["python -c 'print(7); raise SystemExit(3)'", "python -c 'print(8)'"]
-        ),
-    ]
+    parts = [gpu.Part("good", 2, "x", GOOD), gpu.Part("bad", 1, "x", BAD)]
     monkeypatch.setattr(gpu, "plan", lambda _: parts)
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu.Machine, "here", lambda: SimpleNamespace(name="fake"))
     monkeypatch.setattr(gpu, "pick_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return tmp_path / "results/gpu/fake.jsonl"
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)  # this process keeps its handlers
+    path = tmp_path / "carried/gpu/fake.jsonl"
+
+    def run(*flags):
+        before = len(path.read_text().splitlines()) if path.exists() else 0
+        argv = ["gpu.py", "--out", str(tmp_path / "carried"), *map(str, flags)]
+        monkeypatch.setattr(sys, "argv", argv)
+        error = None
+        try:
+            gpu.main(gpu.parse_args())
+        except UserError as failure:
+            error = str(failure)
+        lines = path.read_text().splitlines()[before:] if path.exists() else []
+        return [json.loads(line) for line in lines], error
+
+    return run
 
 
-def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.flags("tools/gpu.py", "--list")
-def test_what_has_passed_is_recorded_and_not_run_again(machine, capfd):
-    for expected in (["good", "bad"], ["bad"]):
-        before = len(records(machine)) if machine.exists() else 0
-        with pytest.raises(UserError, match=r"failed: bad; run again: python tools/gpu.py bad"):
-            gpu.main(SimpleNamespace(parts=[], list=False))
-        assert [record["part"] for record in records(machine)[before:]] == expected
-    good, bad = records(machine)[:2]
+@pytest.mark.flags("tools/gpu.py", "--list", "--out")
+def test_what_has_passed_is_recorded_and_not_run_again(machine, tmp_path, capfd):
+    carried = tmp_path / "carried"
+    again = f"failed: bad; run again: python tools/gpu.py --out {carried} bad"
+    (good, bad), error = machine()
+    assert error == again
     assert good["passed"] and good["ended"][0]["output"] == ["2"] and len(good["ended"]) == 3
-    assert (
-        not bad["passed"]
-        and [end["code"] for end in bad["ended"]] == [3]
-        and bad["ended"][0]["output"] == ["7"]
-    )
-    gpu.main(SimpleNamespace(parts=["good"], list=False))
-    assert [record["part"] for record in records(machine)] == ["good", "bad", "bad", "good"]
+    assert not bad["passed"] and len(bad["ended"]) == 1
+    assert bad["ended"][0]["code"] == 3 and bad["ended"][0]["output"] == ["7"]
+    assert "python" in (carried / "seen").read_text()
+    (record,), error = machine()
+    assert (record["part"], error) == ("bad", again)
+    (record,), error = machine("good")
+    assert (record["part"], error) == ("good", None)
     capfd.readouterr()
-    gpu.main(SimpleNamespace(parts=[], list=True))
+    assert machine("--list") == ([], None)
     assert "done  good" in capfd.readouterr().out
 
 
-def test_a_part_that_takes_too_long_is_killed_with_its_children(tmp_path):
-    """A part that takes too long is killed with all that it started."""
-    file = tmp_path / "beats"
-    code, output = gpu.execute(
-        f"echo begun; (while true; do echo x >> {file}; sleep 0.1; done) & wait", 2, tmp_path
-    )
-    assert code == 124 and output == ["begun"]
-    beats = file.stat().st_size
+@pytest.mark.flags("tools/gpu.py", "--minutes")
+def test_no_part_begins_that_does_not_fit_into_the_time(machine, capfd):
+    (record,), _ = machine("--minutes", 1.9)
+    assert record["part"] == "bad", "which takes one minute"
+    assert "no time for good; the same command continues" in capfd.readouterr().out
+    records, _ = machine("--minutes", 2.5)
+    assert [record["part"] for record in records] == ["good", "bad"]
+
+
+def test_a_part_ends_with_the_time(machine, monkeypatch):
+    monkeypatch.setattr(gpu, "plan", lambda _: [gpu.Part("slow", 0.01, "x", ["sleep 20"])])
+    (record,), _ = machine("--minutes", 0.03)
+    assert not record["passed"] and record["ended"][0]["code"] == 124 and record["seconds"] < 9
+
+
+LOST = "setsid sh -c 'while true; do echo x >> {file}; sleep 0.1; done' & "  # of its own session
+
+
+def still_grows(file):
+    """Whether something still writes to a file."""
+    size = file.stat().st_size
     time.sleep(0.5)
-    assert file.stat().st_size == beats
+    return file.stat().st_size > size
+
+
+@pytest.mark.parametrize(("command", "expected"), [("sleep 30", 124), ("sleep 1", 0)])
+def test_no_process_of_a_part_outlives_it(tmp_path, command, expected):
+    file = tmp_path / "beats"
+    # bash would wait for a process that holds its output
+    lost = LOST.format(file=file).replace("' &", "' > /dev/null 2>&1 &")
+    code, output = gpu.execute(f"echo begun; {lost}{command}", 2, tmp_path)
+    assert code == expected and output == ["begun"]
+    assert not still_grows(file)
+
+
+SIGNALLED = """
+import sys
+from tools import gpu
+from types import SimpleNamespace
+command = sys.argv.pop()
+gpu.plan = lambda _: [gpu.Part("long", 1, "x", [command])]
+gpu.torch.cuda.is_available = lambda: True
+gpu.Machine.here = lambda: SimpleNamespace(name="fake")
+gpu.main(gpu.parse_args())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_process_behind(tmp_path, number):
+    file = tmp_path / "beats"
+    arguments = ["--out", tmp_path, LOST.format(file=file) + "sleep 60"]
+    process = subprocess.Popen([sys.executable, "-c", SIGNALLED, *arguments], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 60
+        while not file.exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(30) != 0
+    finally:
+        process.kill()
+    assert not still_grows(file)
+    assert not (tmp_path / "gpu").exists(), "it is run again"
+
+
+def test_a_program_is_killed_once_its_file_is_there(tmp_path):
+    script = ROOT / "tools/lab/kill_after.py"
+    write = f"touch {tmp_path}/step-5.pt; exec sleep 60"
+    for command, code, said in (
+        (write, 0, "killed after it wrote"),
+        ("exit 4", 2, "ended with exit code 4 before there was a file"),
+    ):
+        words = [sys.executable, script, tmp_path / "step-*.pt", "sh", "-c", command]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code and said in done.stdout + done.stderr
+        (tmp_path / "step-5.pt").unlink(missing_ok=True)
+
+
+WAITS = """
+import warnings
+for step in range(4):
+    warnings.warn("called a synchronizing CUDA operation")
+"""
+
+
+@pytest.mark.flags("tools/lab/sync_warnings.py", "--most")
+def test_a_line_that_waits_in_each_step_is_an_error(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WAITS)
+    for most, code in ((4, 0), (3, 2)):
+        command = [sys.executable, ROOT / "tools/lab/sync_warnings.py", "--most", str(most), script]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == code
+        assert f"     4  {script}:4" in done.stdout
+        assert ("train.py:4 waited 4 times: expected 3 at most" in done.stderr) == bool(code)
 
 
 def test_without_a_gpu_make_gpu_says_what_it_needs():

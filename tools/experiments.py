@@ -292,6 +292,7 @@ def parse_args():
         metavar="N",
         help="runs per command, seeds 0 to N - 1 (default: 1 or 3)",
     )
+    add("--out", default=RESULTS, metavar="DIR", help="folder of the records (default: results)")
     add("--data-dir", metavar="DIR", help="folder of images to use instead of the experiment's")
     add("--arch", metavar="NAME", help="model to use instead of the experiment's")
     add(
@@ -376,13 +377,14 @@ def recorded(path):
 
 def main(args):
     args.data_dir = args.data_dir and os.path.abspath(args.data_dir)
+    args.out = os.path.abspath(args.out)
     os.chdir(ROOT)
     machine = Machine.here()
     print(f"this machine: {args.machine or machine.name} ({machine.devices} {machine.kind})")
     names = args.experiments or list(EXPERIMENTS)
     todo = []
     for name in names:
-        path = RESULTS / name / f"{args.machine or machine.name}.jsonl"
+        path = Path(args.out, name, f"{args.machine or machine.name}.jsonl")
         print(f"\n{name}: {EXPERIMENTS[name][0].__doc__}")
         try:
             runs = plan(name, machine, args)

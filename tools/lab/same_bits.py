@@ -1,4 +1,4 @@
-"""Compare the newest checkpoints in two folders, bit for bit. The exit code is 1 if they differ.
+"""Compare the newest checkpoints in two folders, bit for bit. It is an error if they differ.
 
 python tools/lab/same_bits.py checkpoints/whole checkpoints/killed
 """
