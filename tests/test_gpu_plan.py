@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import ROOT
+from processes import ROOT, finished, start
 from rungs import parse
 
 from common.errors import UserError
@@ -157,16 +157,14 @@ gpu.main(gpu.parse_args())
 def test_a_signal_leaves_no_process_behind(tmp_path, number):
     file = tmp_path / "beats"
     arguments = ["--out", tmp_path, LOST.format(file=file) + "sleep 60"]
-    process = subprocess.Popen([sys.executable, "-c", SIGNALLED, *arguments], cwd=ROOT)
-    try:
-        deadline = time.monotonic() + 60
-        while not file.exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(number)
-        assert process.wait(30) != 0
-    finally:
-        process.kill()
+    process = start("-c", SIGNALLED, *arguments)
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    code, _, _ = finished(process, timeout=60)
+    assert code != 0
     assert not still_grows(file)
     assert not (tmp_path / "gpu").exists(), "it is run again"
 
