@@ -79,7 +79,7 @@ def parse_args():
     )
     add("--resume", action="store_true", help="continue from last.pt if it exists")
     add("--sync-bn", action="store_true", help="batch norm over all processes; needs GPUs")
-    add("--bf16", action="store_true", help="compute in bfloat16, with the weights in float32")
+    add("--amp", choices=("bf16", "fp16"), help="compute in 16 bits, with the weights in float32")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # from torch.distributed.launch
     add(
         "--seed",
@@ -105,6 +105,8 @@ def main(args):
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
     )
+    # small gradients would be zero in fp16; otherwise it does nothing
+    scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
 
     train_set, val_set, test_set = build_datasets()
     options = {"batch_size": args.batch_size // d.world_size, "num_workers": args.workers}
@@ -134,6 +136,8 @@ def main(args):
         state = torch.load(last_pt, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"]:  # of a training in fp16
+            scaler.load_state_dict(state["scaler"])
         first = state["epoch"]
         best = state["best"]
     # Made after the optimizer was loaded, it continues at this epoch, also with another --epochs.
@@ -146,11 +150,11 @@ def main(args):
         sampler.set_epoch(epoch)  # another order in each epoch
         # dropout and augmentation, the same after a resume
         torch.manual_seed(hash((args.seed, epoch, d.rank)))
-        loss, accuracy = run_epoch(ddp, train_loader, d, args.bf16, optimizer)
+        loss, accuracy = run_epoch(ddp, train_loader, d, args.amp, optimizer, scaler)
         scheduler.step()
         line = f"epoch {epoch + 1}/{args.epochs}: train loss {loss:.4f}, accuracy {accuracy:.2%}"
         if args.eval_every and ((epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs):
-            loss, accuracy = run_epoch(model, val_loader, d, args.bf16)
+            loss, accuracy = run_epoch(model, val_loader, d, args.amp)
             line += f" | validation loss {loss:.4f}, accuracy {accuracy:.2%}"
             if accuracy > best:
                 best = accuracy
@@ -161,21 +165,23 @@ def main(args):
             state = {
                 "model": model.state_dict(),
                 "optimizer": optimizer.state_dict(),
+                "scaler": scaler.state_dict(),
                 "epoch": epoch + 1,
                 "best": best,
             }
             save(last_pt, state, d)
-    loss, accuracy = run_epoch(model, test_loader, d, args.bf16)
+    loss, accuracy = run_epoch(model, test_loader, d, args.amp)
     if d.is_main:
         print(f"done: test loss {loss:.4f}, accuracy {accuracy:.2%}")
 
 
-def run_epoch(model, loader, d, bf16, optimizer=None):
+def run_epoch(model, loader, d, amp, optimizer=None, scaler=None):
     """Train, or evaluate if there is no optimizer.
 
     Return (mean loss, accuracy) over the examples of all processes.
     """
     model.train(optimizer is not None)
+    half = torch.float16 if amp == "fp16" else torch.bfloat16
     if not optimizer:
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # the last step changed each one's statistics
@@ -184,13 +190,14 @@ def run_epoch(model, loader, d, bf16, optimizer=None):
         for inputs, targets in loader:
             inputs = inputs.to(d.device, non_blocking=True)
             targets = targets.to(d.device, non_blocking=True)
-            with torch.autocast(d.device.type, torch.bfloat16, enabled=bf16):
+            with torch.autocast(d.device.type, half, enabled=amp is not None):
                 outputs = model(inputs)
                 loss = nn.functional.cross_entropy(outputs, targets)
             if optimizer:
                 optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
             correct = (outputs.argmax(dim=1) == targets).sum()
             totals += torch.stack(
                 [loss.detach() * len(targets), correct, torch.full_like(loss, len(targets))]

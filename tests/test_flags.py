@@ -207,7 +207,7 @@ def test_help_begins_with_the_docstring_of_the_script():
 def test_the_parsers_of_all_kinds_of_scripts_are_found(existing):
     """Were a parser not found, its flags would need no tests."""
     some = {("01 to 05", "--seed"), ("03 to 05", "--sync-bn"), ("04_mnmc_ddp_mp.py", "--nodes")}
-    some |= {("06_imagenet.py", "--ema"), ("template/train.py", "--bf16")}
+    some |= {("06_imagenet.py", "--ema"), ("template/train.py", "--amp")}
     some |= {("launch/preflight.py", "--json"), ("launch/store.py", "--port")}
     some |= {("tools/experiments.py", "--machine"), ("tools/bench/ddp.py", "--launches")}
     some |= {("tools/lab/drill.py", "--kills"), ("tools/book/book.py", "--check")}
@@ -736,13 +736,13 @@ def seeded_order(seed):
 
 @pytest.mark.flags("template/train.py", "--epochs", "--batch-size", "--lr", "--workers")
 @pytest.mark.flags("template/train.py", "--eval-every", "--save-every", "--checkpoints")
-@pytest.mark.flags("template/train.py", "--bf16", "--seed")
+@pytest.mark.flags("template/train.py", "--amp", "--seed")
 def test_the_flags_of_the_template_act(templates, tmp_path):
     """There are 10000 examples to train on. A batch is told of by the process that fetches it."""
     given = ["--epochs", 3, "--batch-size", 2000, "--lr", 0.2, "--eval-every", 2, "--save-every", 2]
     often = templates("often", *given)
     never = ["--epochs", 2, "--batch-size", 5000, "--eval-every", 0, "--save-every", 0]
-    seldom = templates("seldom", *never, "--workers", 2, "--bf16")
+    seldom = templates("seldom", *never, "--workers", 2, "--amp", "bf16")
     other = templates("other", *never, "--seed", 1)
     for ranks in (often, seldom, other):
         assert ranks.wait() == [0], ranks.output()

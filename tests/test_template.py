@@ -105,6 +105,20 @@ def test_two_processes_train_the_same_as_one(project, one, two):
     assert float(re.search(r"train loss ([\d.]+)", more[1])[1]) < before, "it goes on to learn"
 
 
+@pytest.mark.flags("template/train.py", "--amp")
+def test_fp16_learns_the_same_and_keeps_its_scale_at_a_resume(project, one):
+    flags = [*FLAGS, "--amp", "fp16"]
+    printed = []
+    scalers = []
+    for more in ([], ["--epochs", 4, "--resume"]):
+        codes, lines = fork(project, 2, *flags, *more)
+        assert codes == [0, 0], lines
+        printed.append(lines)
+        scalers.append(torch.load(project / "checkpoints/last.pt")["scaler"])
+    assert numbers(printed[0]) == pytest.approx(numbers(one[0]), rel=2e-2)
+    assert [scaler["_growth_tracker"] for scaler in scalers] == [60, 80], "steps"
+
+
 def plain_loop():
     """The lines that FLAGS give, as lists of numbers, and the momenta after the last step.
 
