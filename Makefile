@@ -53,7 +53,7 @@ lint: $(VENV)/ready-dev  ## check style, formatting, words that the book avoids,
 EXECUTED := $(if $(FIGURES)$(filter-out $(OURS),$(MACHINE)),$(VENV)/charts,notebooks)
 
 charts: $(VENV)/ready  ## redraw docs/figures/ and notebooks/ from results/; for your machine: MACHINE=name
-	@set -e; for notebook in notebooks/*.ipynb; do name=`basename $$notebook .ipynb`; \
+	@set -e; for notebook in $(filter-out %/kaggle.ipynb,$(wildcard notebooks/*.ipynb)); do name=`basename $$notebook .ipynb`; \
 		if [ -e results/$$name/$(MACHINE).jsonl ]; then \
 			echo "drawing $$name from results/$$name/$(MACHINE).jsonl"; drawn=1; \
 			MACHINE=$(MACHINE) $(RUN) -m jupyter nbconvert --log-level=ERROR --to notebook --execute \

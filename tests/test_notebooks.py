@@ -1,14 +1,19 @@
 """The notebooks draw what is recorded, on any machine, and refuse what they cannot draw."""
 
+import base64
+import io
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import matplotlib.image
 import matplotlib.pyplot as plt
+import nbclient
+import nbformat
 import numpy as np
 import pytest
 from images import write_images
@@ -356,6 +361,53 @@ def test_a_figure_without_data_or_names_is_not_saved(tmp_path, monkeypatch):
             charts.save(fig, "speed")
     assert not list(tmp_path.iterdir())
     plt.close(fig)
+
+
+# The notebook for two GPUs
+
+KAGGLE = "/kaggle/input"  # where the notebook looks for a data set
+NOT_ATTACHED = (".git", ".venv*", "data", "checkpoints", "docs", "results", "site", "__pycache__")
+
+
+def test_the_notebook_for_two_gpus_is_stored_without_outputs():
+    assert not [cell["id"] for cell in cells("kaggle") if cell["outputs"]]
+
+
+@pytest.mark.slow
+def test_the_notebook_for_two_gpus_runs_from_a_data_set(tmp_path):
+    """Where there are no two GPUs, it trains on two CPU processes."""
+    (tmp_path / "work").mkdir()
+    attached = tmp_path / "input/a-data-set/ladder"
+    shutil.copytree(ROOT, attached, ignore=shutil.ignore_patterns(*NOT_ATTACHED))
+    notebook = nbformat.read(ROOT / "notebooks/kaggle.ipynb", as_version=4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace(KAGGLE, str(tmp_path / "input"))
+    where = {"metadata": {"path": str(tmp_path / "work")}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=where).execute()
+
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    text = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert text.count("world size 1 |") == 2 and text.count("world size 2 (2 on this machine)") == 2
+    assert "DataParallel over" in text and "done: test loss" in text
+    for rank in (0, 1):
+        assert re.search(rf"^rank {rank} of 2 on \S+: 3.00 x \+ 1.00$", text, re.M)
+    drawn = re.findall(r"^(0\d)_\w+\.py +(\d+) img/s +test accuracy", text, re.M)
+    assert [number for number, _ in drawn] == ["01", "02", "03", "04"]
+    (chart,) = [output for output in outputs if output.output_type == "display_data"]
+    pixels = plt.imread(io.BytesIO(base64.b64decode(chart.data["image/png"])))
+    assert pixels.shape[1] > 800 and pixels[..., :3].std() > 0.05, "something is drawn"
+
+
+def test_the_notebook_for_two_gpus_gets_the_repository_by_git(tmp_path, monkeypatch, capsys):
+    first = "".join(cells("kaggle")[0]["source"])
+    first = first.replace(KAGGLE, str(tmp_path / "nothing"))
+    monkeypatch.chdir(tmp_path)
+    exec(first.replace("URL-OF-THIS-REPOSITORY", str(ROOT)), {})
+    assert capsys.readouterr().out.endswith(f"{tmp_path / 'ladder'}\n")
+    assert (tmp_path / "ladder/01_snsc.py").exists()
+    monkeypatch.chdir(tmp_path)
+    exec(first, {})  # again, without git
+    assert "using the folder ladder" in capsys.readouterr().out
 
 
 # The model of a step

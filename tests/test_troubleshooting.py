@@ -21,6 +21,8 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbclient
+import nbformat
 import pytest
 import torch
 import torch.distributed as dist
@@ -412,6 +414,32 @@ def test_what_cannot_be_spawned_or_forked_says_so(provoked, tmp_path):
         + provoked["CUDA in a forked process"]
         + without_a_main_guard(tmp_path)
     )
+
+
+SPAWN_IN_A_CELL = """
+import torch.multiprocessing as mp
+
+def train(rank):
+    pass
+
+mp.spawn(train, nprocs=2)
+"""
+POOL_IN_A_CELL = """
+with mp.get_context("spawn").Pool(2) as pool:
+    pool.map_async(train, range(2)).get(timeout=6)
+"""
+
+
+@pytest.mark.slow
+@provokes(50)
+def test_a_function_of_a_notebook_cannot_be_spawned():
+    sources = (SPAWN_IN_A_CELL, POOL_IN_A_CELL)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
+    nbclient.NotebookClient(notebook, timeout=120, allow_errors=True).execute()
+    errors = [cell.outputs[-1] for cell in notebook.cells]
+    assert [error.ename for error in errors] == ["ProcessExitedException", "TimeoutError"]
+    texts = [output.get("text", "") for output in notebook.cells[0].outputs]
+    return "".join(texts) + f"{errors[0].ename}: {errors[0].evalue}"
 
 
 # What this process can do alone

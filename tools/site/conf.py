@@ -72,7 +72,7 @@ API, RESULTS = ROOT / "tools/site/api.md", ROOT / "results/README.md"  # in Engl
 linked = dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\)", CONTENTS.read_text()))
 GROUPS = {
     ("The book", "教程"): [CONTENTS, *(CONTENTS.parent / name for name in linked)],
-    ("Charts", "图表"): notebooks(),
+    ("Notebooks", "Notebook"): notebooks(),
     ("Reference", "参考"): [API, RESULTS, CONTRIBUTING],
 }
 PAGES = [README, *(page for pages in GROUPS.values() for page in pages)]
