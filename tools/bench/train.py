@@ -168,6 +168,7 @@ def bare(args):
     dataset = SimpleNamespace(
         channels=3, image_size=(args.image_size, args.image_size), num_classes=1000
     )
+    args.deterministic = False  # as in the run of 06
     model = build_model(args, dataset).to(device)
     if args.compile:
         model.compile()

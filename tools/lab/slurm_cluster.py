@@ -54,6 +54,7 @@ CONFIG = """\
 ClusterName=tests
 SlurmctldHost={hostname}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={job}
 SlurmUser=root
 SlurmdUser=root
 TaskEpilog={folder}/task_epilog
@@ -192,8 +193,10 @@ class SlurmCluster:
         for name in ["state", "logs", *(f"spool/{node}" for node in self.nodes)]:
             (self.folder / name).mkdir(parents=True)
         port = free_ports(1 + len(self.nodes))
+        # Jobs of one id, of two clusters on this machine, would listen at the same port.
+        job = random.randrange(1, 10**6)
         config = CONFIG.format(
-            folder=self.folder, hostname=socket.gethostname().split(".")[0], port=port
+            folder=self.folder, hostname=socket.gethostname().split(".")[0], port=port, job=job
         )
         hosts = Path("/etc/hosts").read_text().rstrip("\n") + "\n"
         for i, name in enumerate(self.nodes, start=1):

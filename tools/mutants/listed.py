@@ -246,7 +246,7 @@ MUTANTS = [
          "return counts[0]", "uneven tasks per node", "tests/test_distributed.py -k recognised"),
         ("torch.device(kind, 0 if is_own else local_rank)", "torch.device(kind, local_rank)",
          "a task with its own GPU", "tests/test_distributed.py -k gpu"),
-        ("    if count > local_world_size == 1 and is_task", "    if False and is_task",
+        ("    is_alone = is_task and local_world_size == 1", "    is_alone = False",
          "no idle GPUs in silence", "tests/test_distributed.py -k slurm_task"),
         ('if store.add(f"claims to {thing}", 1) == 1:', 'if store.add(f"claims to {thing}", 1):',
          "a rank that is there twice is named", "tests/test_distributed.py -k twice"),
