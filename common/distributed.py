@@ -23,7 +23,7 @@ torchrun and mpirun come before srun because processes they start in a Slurm ste
 variables. Rank 0 listens at MASTER_ADDR:MASTER_PORT; under srun these default to the first host of
 the step and a port made from the ids of job and step. Afterwards RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. A launch that cannot work raises LaunchError.
-When a rank fails, torchrun, mpirun and srun --kill-on-bad-exit=1 stop the others.
+A failed rank ends all under torchrun, mpirun and srun --kill-on-bad-exit=1, not under plain srun.
 """
 
 import concurrent.futures
@@ -48,7 +48,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # DDP imports it; imported later, it would keep a process group alive
+import torch.distributed.nn  # DDP imports it; imported while a group exists, it keeps that alive
 
 TIMEOUT = datetime.timedelta(minutes=5)  # for a missing rank, at startup and in every collective
 
@@ -61,7 +61,7 @@ class LaunchError(ValueError):
     Its one line says what was found, what was expected, and the command that works.
     """
 
-    one_line = True  # in this tutorial, it is printed without a traceback
+    one_line = True  # for the scripts of this tutorial, which print it without a traceback
 
     def __init__(self, found, expected, command):
         super().__init__(found, expected, command)
@@ -119,19 +119,19 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
     check_processes(launcher, environment)
     address = find_address(launcher, ranks, environment, port)
 
-    at_least = ranks.local_rank + 1  # processes on this machine
+    at_least = ranks.local_rank + 1  # processes on this machine, where nobody has counted them yet
     device = setup_device(ranks.local_rank, ranks.local_world_size or at_least, environment)
     if backend == "nccl" and device.type != "cuda":
         found = "backend='nccl', and this process sees no GPU"
         raise LaunchError(found, "a GPU, or gloo", "leave it out, or say backend='gloo'")
     backend = backend or dist.get_default_backend_for_device(device)
 
-    store = dist.HashStore() if ranks.world_size == 1 else None  # None: torch finds torchrun's
+    store = dist.HashStore() if ranks.world_size == 1 else None  # None: torchrun's own store
     if address:
         store = rendezvous(address, ranks.rank, ranks.world_size, timeout, device)
-        if ranks.local_world_size is None:  # now that all have joined, count them
+        if ranks.local_world_size is None:  # all have joined, so they can be counted
             ranks = ranks._replace(local_world_size=count_ranks_here(store))
-            setup_device(ranks.local_rank, ranks.local_world_size, environment)  # now it is known
+            setup_device(ranks.local_rank, ranks.local_world_size, environment)  # fewer threads
     set_variables(ranks, address, environment)
 
     # With a device_id, NCCL connects now, not in the first collective, where errors are obscure.
@@ -157,7 +157,7 @@ def cleaned_up():
         traceback.clear_frames(error.__traceback__)  # they hold the model, which holds the group
         raise
     finally:
-        gc.collect()  # a model in a reference cycle holds the group, whose threads would outlive it
+        gc.collect()  # or a model in a reference cycle keeps the group and its threads until exit
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -271,8 +271,8 @@ def original_environment():
     added = dict(item.split("=", 1) for item in os.environ.get(ADDED, "").split())
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if name in added and os.environ.get(name) != added[name]:
-            # This child process was given a rank of its own. That and the address hold. Only the
-            # LOCAL_WORLD_SIZE of its parent is out of date.
+            # Somebody gave this child process a rank of its own. Keep that, and the address of
+            # its parent; only the LOCAL_WORLD_SIZE of the parent is wrong here.
             added = {key: value for key, value in added.items() if key == "LOCAL_WORLD_SIZE"}
     return {name: value for name, value in os.environ.items() if added.get(name) != value}
 
@@ -400,7 +400,8 @@ def check_gpus(count, is_own, local_world_size, environment):
     is_task = {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= environment.keys()
     if {"LOCAL_RANK", "OMPI_COMM_WORLD_RANK"} & environment.keys():
         is_task = False  # a torchrun or mpirun in the task started this process
-    if count > local_world_size == 1 and is_task and slurm_tasks_here(environment) == 1:
+    is_alone = is_task and local_world_size == 1
+    if is_alone and count > 1 and slurm_tasks_here(environment) == 1:
         found = f"one Slurm task with {count} GPUs, of which this process would use one"
         command = f"srun --ntasks-per-node={count} python {SCRIPT}"
         command += f", or srun torchrun --nproc-per-node={count} {SCRIPT}"
@@ -525,15 +526,18 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
     """
     gpu = None
     if device and device.type != "cpu":
-        gpu = torch.get_device_module(device).get_device_properties(device).uuid
-    store = open_store(address, rank, world_size, timeout)
+        properties = torch.get_device_module(device).get_device_properties(device)
+        gpu = getattr(properties, "uuid", None)  # not every accelerator has one
     try:
+        store = open_store(address, rank, world_size, timeout)
         add_rank_here(store)
         problem = claim(store, f"rank {rank}")
         if gpu:
             problem = problem or claim(store, f"GPU {gpu}")
-        if problem or store.add("ranks", 1) == world_size:
+        if problem:
             publish(store, problem)
+        elif store.add("ranks", 1) == world_size:  # this was the last one
+            publish(store, None)
         if rank == 0:
             wait_for_verdict(store, world_size, address, timeout)
         verdict = problem.args if problem else json.loads(store.get("verdict"))  # get() waits
@@ -559,7 +563,7 @@ def claim(store, thing):
 
 
 def publish(store, problem):
-    """Set the verdict that all ranks read: a LaunchError, or None. The first one stands."""
+    """Set the verdict that all ranks read, unless there is one: a LaunchError, or None."""
     store.compare_set("verdict", "", json.dumps(problem.args if problem else None))
 
 

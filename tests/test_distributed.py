@@ -476,6 +476,15 @@ def test_a_port_that_this_user_may_not_use_is_named(monkeypatch):
     assert "port 80 of this machine cannot be used (The server" in result and "\n" not in result
 
 
+def test_a_store_that_ends_while_a_rank_connects_is_a_lost_rank_0(monkeypatch):
+    def connect(*_):
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(distributed, "connect", connect)
+    with pytest.raises(LaunchError, match=r"lost rank 0, which kept the store at host1:29500: "):
+        rendezvous(distributed.Address("host1", 29500, ""), 1, 2)
+
+
 def test_a_machine_on_which_no_port_can_be_used_is_told_so(monkeypatch):
     def refuse(*_):
         raise PermissionError(1, "Operation not permitted")
