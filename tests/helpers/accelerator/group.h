@@ -20,16 +20,19 @@ inline Tensors on_host(const Tensors& tensors) {
   return result;
 }
 
-// The work of a collective that has ended
+// The work of a collective that has ended. Who waits for it lets its current stream wait for the
+// stream on which the collective began, as with NCCL: the future does so with events.
 class Ended final : public c10d::Work {
  public:
   explicit Ended(Tensors results) : results_(std::move(results)) {
     const auto type = c10::ListType::create(c10::TensorType::get());
-    future_ = c10::make_intrusive<c10::ivalue::Future>(type);
+    const std::vector<c10::Device> devices = {c10::Device(kDevice, current_device)};
+    future_ = c10::make_intrusive<c10::ivalue::Future>(type, devices);
     future_->markCompleted(c10::IValue(results_));
     finish();
   }
   bool wait(std::chrono::milliseconds) override {
+    future_->wait();
     return true;
   }
   Tensors result() override {

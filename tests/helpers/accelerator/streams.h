@@ -75,12 +75,16 @@ inline void run(Key stream, int64_t number) {
   }
 }
 
-// Let a stream, or the CPU (kHost), wait for a piece of work of another stream.
+// Let a stream, or the CPU (kHost), wait for a piece of work of another stream, and so for all that
+// this one has waited for.
 inline void wait(Key waiter, Key stream, int64_t number) {
   std::lock_guard<std::recursive_mutex> guard(lock);
   run(stream, number);
-  int64_t& newest = streams[waiter].waited_for[stream];
-  newest = std::max(newest, number);
+  auto& newest = streams[waiter].waited_for;
+  newest[stream] = std::max(newest[stream], number);
+  for (const auto& [other, others_number] : streams[stream].waited_for) {
+    newest[other] = std::max(newest[other], others_number);
+  }
   host_waits += waiter == kHost;
 }
 
