@@ -323,6 +323,5 @@ def test_the_notebooks_of_the_chinese_site_are_chinese(site):
             for name in re.findall(r'src="../_images/([^"]+)"', text)
         }
         names = re.findall(r'charts\.save\(fig, \\"(\w+)\\"\)', path.read_text())
-        assert names and pictures == {
-            (ROOT / f"docs/figures/zh/{name}.png").read_bytes() for name in names
-        }
+        assert names or path.stem == "kaggle", "which draws what it records"
+        assert pictures == {(ROOT / f"docs/figures/zh/{name}.png").read_bytes() for name in names}
