@@ -8,11 +8,12 @@ import socket
 import torch
 
 from common.flags import launched_copies, shared_flags, warn, whole_number
+from common.other_flags import OF_03_TO_05, OF_04
 
 
 def parse_ddp_args(doc):
     """Parse the flags of 03 and 05: those of 01, and --sync-bn."""
-    parser = _ddp_flags(doc)
+    parser = _ddp_flags(doc, OF_03_TO_05)
     args = parser.parse_args()
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("RANK") == "0":
@@ -23,7 +24,7 @@ def parse_ddp_args(doc):
 
 def parse_spawn_args(doc):
     """Parse the flags of 04: those of 03, the number of processes, and the address of rank 0."""
-    parser = _ddp_flags(doc)
+    parser = _ddp_flags(doc, OF_04)
     add = parser.add_argument
     gpus = torch.accelerator.device_count()
     add(
@@ -79,11 +80,11 @@ def parse_spawn_args(doc):
     return args
 
 
-def _ddp_flags(doc):
-    parser = shared_flags(doc)
+def _ddp_flags(doc, others):
+    parser = shared_flags(doc, others)
     parser.add_argument(
         "--sync-bn", action="store_true", help="batch norm over the images of all processes"
     )
     # torch.distributed.launch passes --local-rank; LOCAL_RANK says the same.
-    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
+    parser.add_argument("--local-rank", help=argparse.SUPPRESS)
     return parser

@@ -6,15 +6,21 @@ import math
 import os
 import sys
 
+from common.other_flags import OF_01_TO_05, dashed, hints
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, and whose --help shows the defaults.
 
+    It reads --batch_size as --batch-size, and its errors tell people who come from other trainings
+    what to type here.
+
     Args:
         doc: the docstring of the script, printed by --help.
+        others: {name of a training: its flags}, see common/other_flags.py.
     """
 
-    def __init__(self, doc, **options):
+    def __init__(self, doc, others=None, **options):
         class Formatter(
             argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
         ):
@@ -26,8 +32,16 @@ class Parser(argparse.ArgumentParser):
                 return super()._get_help_string(action)
 
         super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
+        self.others = others or {}
+        self.words = []  # of the command line
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.words = [dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(self.words, namespace)
 
     def error(self, message):
+        found = hints(self.words, self.others, self._option_string_actions)
+        message = "; ".join(found) or message
         self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
 
 
@@ -58,9 +72,9 @@ def warn(message):
     print(message, file=sys.stderr, flush=True)
 
 
-def shared_flags(doc):
-    """Return a parser of the flags that 01 to 05 share."""
-    parser = Parser(doc)
+def shared_flags(doc, others=OF_01_TO_05):
+    """Return a parser of the flags that 01 to 05 share; see Parser."""
+    parser = Parser(doc, others)
     add = parser.add_argument
     add(
         "--dataset",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from common.flags import Parser, number, output_file, whole_number
+from common.other_flags import OF_06
 
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,14 +25,14 @@ class RecipeParser(Parser):
 
 def parse_args(doc):
     """Parse the flags of 06, whose docstring is `doc`."""
-    parser = RecipeParser(doc, fromfile_prefix_chars="@")
+    parser = RecipeParser(doc, OF_06, fromfile_prefix_chars="@")
     add_data_flags(parser)
     add_model_flags(parser)
     add_recipe_flags(parser)
     add_run_flags(parser)
     add_machine_flags(parser)
     # torch.distributed.launch passes --local-rank; LOCAL_RANK says the same.
-    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
+    parser.add_argument("--local-rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     del args.local_rank
     check_flags(parser, args)

@@ -32,6 +32,7 @@ from common.distributed import (
     original_environment,
 )
 from common.errors import lost_peer, one_line_errors
+from common.flags import Parser
 from machine_checks import checks, show
 from machine_checks.all_reduce import measure, watch
 from machine_checks.checks import Check
@@ -43,14 +44,10 @@ ARRIVAL = datetime.timedelta(seconds=20)  # to connect to rank 0
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     # from torch.distributed.launch
-    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
+    parser.add_argument("--local-rank", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

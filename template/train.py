@@ -14,6 +14,7 @@ of --checkpoints.
 import argparse
 import math
 import os
+import re
 import sys
 
 import torch
@@ -80,14 +81,16 @@ def parse_args():
     add("--resume", action="store_true", help="continue from last.pt if it exists")
     add("--sync-bn", action="store_true", help="batch norm over all processes; needs GPUs")
     add("--amp", choices=("bf16", "fp16"), help="compute in 16 bits, with the weights in float32")
-    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # from torch.distributed.launch
+    add("--local-rank", help=argparse.SUPPRESS)  # from torch.distributed.launch
     add(
         "--seed",
         type=int,
         default=0,
         help="for the weights and the order of the examples (default: %(default)s)",
     )
-    return parser.parse_args()
+    # --batch_size is --batch-size
+    flags = [re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), a) for a in sys.argv[1:]]
+    return parser.parse_args(flags)
 
 
 @cleaned_up()

@@ -8,13 +8,11 @@ import pytest
 import torch
 import torchvision
 from imagenet_runs import final, parse_06
-from processes import ROOT
 
 from common.errors import UserError
 from imagenet import finetune
 from imagenet.checkpoint_file import decode, read_file
 from imagenet.model import build_model, parameter_groups
-from tools.book.translations import FLAGS
 
 
 def model_of(arch, num_classes, size=32):
@@ -171,16 +169,6 @@ def test_missing_weights_of_torchvision_are_one_line(monkeypatch):
         UserError, match=r"cannot download https://.*resnet18.*copy it into .*/checkpoints/"
     ):
         finetune.download("torchvision:DEFAULT", "resnet18")
-
-
-@pytest.mark.parametrize("ours", [ours for pairs in FLAGS.values() for _, ours in pairs])
-def test_flags_translated_from_other_trainings_are_taken(ours, monkeypatch):
-    """Flags that are translated from other trainings are taken."""
-    monkeypatch.chdir(ROOT)
-    words = ours.split()
-    source = [] if words and words[0].startswith("data/") else ["data/imagenet"]
-    monkeypatch.setattr("imagenet.flags.can_compile", lambda: True)
-    parse_06(*words, *source)
 
 
 def test_a_new_head_needs_weights(capsys):

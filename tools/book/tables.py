@@ -10,6 +10,7 @@ from statistics import mean
 import torch
 import torchvision
 
+from common import other_flags
 from imagenet.flags import RecipeParser
 from tools import steps
 from tools.book import step_model, translations
@@ -438,15 +439,26 @@ def recipes():
 
 
 def flags():
-    """Make the tables that translate the flags of other trainings."""
-    blocks = []
-    for name, pairs in translations.FLAGS.items():
-        rows = [
-            (theirs, f"`{ours}`" if ours else "nothing: the folders say it")
-            for theirs, ours in pairs
+    """Make the tables of the flags of other trainings, and what to type for 06."""
+    tables = other_flags.OF_06.items()
+    return "\n\n".join(other_table(name, "`06_imagenet.py`", rows) for name, rows in tables)
+
+
+def flags_of_rungs():
+    """Make the same tables for 01 to 05."""
+    there = other_flags.MNIST + other_flags.COURSE + other_flags.SYNC_BN
+    return "\n\n".join(
+        [
+            other_table("MNIST examples, courses", "`01_snsc.py` to `05_mnmc_ddp_slurm.py`", there),
+            other_table("scripts with mp.spawn", "`04_mnmc_ddp_mp.py`", other_flags.SPAWN),
         ]
-        blocks.append(table((f"{name}", "`06_imagenet.py`"), rows))
-    return "\n\n".join(blocks)
+    )
+
+
+def other_table(there, here, pairs):
+    """Make a table of what is typed there and here."""
+    rows = [(theirs, ours if ours.startswith("nothing") else f"`{ours}`") for theirs, ours in pairs]
+    return table((there, here), rows)
 
 
 def finetune():
@@ -534,6 +546,7 @@ TABLES = (
     many_ranks,
     recipes,
     flags,
+    flags_of_rungs,
     finetune,
     reencode,
     torchrun,
