@@ -136,7 +136,7 @@ def find_folders(train, val):
 
     Args:
         train: str, holds class folders; or train/ and, unless `val` is given, val/ or test/.
-        val: str or None.
+        val: str, holds class folders, or val/ or test/ beside train/; or None.
 
     Raises:
         UserError: they do not exist.
@@ -150,6 +150,8 @@ def find_folders(train, val):
     if train_split:
         train = train_split
         val = val or val_split
+    if val and all(find_splits(val)):  # the folder of both: without train/, val/ could be a class
+        val = find_splits(val)[1]
     if val is None:
         found = f"{root} has no train/ with val/ or test/ beside it"
     elif not os.path.isdir(val):

@@ -70,7 +70,7 @@ def add_data_flags(parser):
     add(
         "--val-path",
         metavar="DIR",
-        help="validation class folders, if they are not beside the training folder",
+        help="validation class folders, or a folder with train/ and val/, if it is not TRAIN",
     )
     add(
         "--dummy",

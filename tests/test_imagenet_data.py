@@ -68,6 +68,10 @@ def test_validation_images_lie_beside_or_where_val_path_says(one_each, tmp_path)
     assert find_folders(str(one_each), None) == (train, val)
     assert find_folders(str(one_each), str(tmp_path / "test")) == (train, str(tmp_path / "test"))
     assert find_folders(train, val) == (train, val)
+    assert find_folders(train, str(one_each)) == (train, val)
+    (tmp_path / "test/val").mkdir()  # a class of this name
+    assert find_folders(train, str(tmp_path / "test")) == (train, str(tmp_path / "test"))
+    (tmp_path / "test/val").rmdir()
     with pytest.raises(UserError, match=r"class 00 is only in .*expected the same classes in"):
         build_datasets(parse_06(one_each, "--val-path", tmp_path / "test"))
 
