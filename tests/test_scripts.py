@@ -259,6 +259,14 @@ def test_dataparallel_splits_batches_over_the_gpus(run, small_folder):
     assert end.code == 0 and f"DataParallel over {gpus} GPUs" in end.out
 
 
+def test_a_test_folder_beside_val_is_said_to_be_unused(run, small_folder):
+    given = ["01_snsc.py", *QUICK, small_folder, "--epochs", 1]
+    said = f"{small_folder}/test is not used, because there is a val/ too\n"
+    assert said not in run(*given).out
+    shutil.copytree(small_folder / "test", small_folder / "val")
+    assert said in run(*given).out
+
+
 # They fail in one line
 
 
