@@ -358,7 +358,8 @@ def learning_rate(args, epoch):
     """
     lr = args.lr * args.batch_size / 256
     if args.schedule == "cosine":
-        lr = lr * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+        share = (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+        lr *= args.final_lr + (1 - args.final_lr) * share
     else:
         lr = lr * 0.1 ** (epoch // args.step_epochs)
     if epoch < args.warmup_epochs:

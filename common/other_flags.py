@@ -26,7 +26,7 @@ DISTRIBUUUU = [
 WZMIAOMIAO = [
     ("`--data-path flower_photos`: split by the script", "data/flowers"),
     ("`--num_classes 5`", "nothing: the folders say it"),
-    ("`--lrf 0.1`: the last rate is a tenth of the first", "nothing: the last rate is 0"),
+    ("`--lrf 0.1`", "--final-lr 0.1"),
     ("`--batch-size 16` on 8 GPUs: images per GPU", "--batch-size 128"),
     ("`--lr 0.001`: multiplied by the number of GPUs, whatever `--batch-size` is", "--lr 0.016"),
     ("`--syncBN True`", "--sync-bn"),

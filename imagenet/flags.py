@@ -153,6 +153,13 @@ def add_recipe_flags(parser):
         help="step: divide by 10 every --step-epochs",
     )
     add(
+        "--final-lr",
+        type=number(),
+        default=0,
+        metavar="X",
+        help="share of the peak at which --schedule cosine ends",
+    )
+    add(
         "--step-epochs",
         type=number(above=0),
         default=30,

@@ -15,6 +15,7 @@ MAY_CHANGE = (
     "lr",
     "schedule",
     "step_epochs",
+    "final_lr",
     "warmup_epochs",
     "warmup_factor",
     "momentum",

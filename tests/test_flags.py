@@ -652,6 +652,14 @@ def test_06_warm_up_starts_at_its_share_of_the_peak():
     assert script_06.learning_rate(parse_06(*options, "--warmup-factor", 0), 0) == 0
 
 
+@pytest.mark.flags("06_imagenet.py", "--final-lr")
+def test_06_ends_at_its_share_of_the_peak():
+    options = ["--dummy", 8, "--batch-size", 512, "--lr", 0.2, "--epochs", 10]
+    args = parse_06(*options, "--warmup-epochs", 0, "--final-lr", 0.1)
+    rates = [script_06.learning_rate(args, epoch) for epoch in (0, 5, 10)]
+    assert rates == pytest.approx([0.4, 0.22, 0.04])
+
+
 @pytest.mark.flags("06_imagenet.py", "--time-communication")
 def test_06_times_communication_on_gpus_only_if_asked_for(monkeypatch):
     """A GPU cannot be measured here, so the clock is a stand-in."""

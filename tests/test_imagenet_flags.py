@@ -95,9 +95,9 @@ def test_every_flag_has_a_help_with_its_default_if_it_has_one(capsys):
         parse_06("--help")
     text = capsys.readouterr().out
     entries = re.split(r"\n  (?=-|TRAIN)", text.partition("show this help message")[2])[1:]
-    assert len(entries) == 40 and all(len(entry.split()) > 3 for entry in entries)
+    assert len(entries) == 41 and all(len(entry.split()) > 3 for entry in entries)
     assert "(default: None)" not in " ".join(text.split())
-    assert sum("(default:" in " ".join(entry.split()) for entry in entries) == 23
+    assert sum("(default:" in " ".join(entry.split()) for entry in entries) == 24
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ TYPED = [
     ("06_imagenet.py", "--syncBN True", "--sync-bn"),
     ("06_imagenet.py", "--data-path flowers", "data/flowers"),
     ("06_imagenet.py", "--freeze-layers True", "--freeze conv1,bn1,layer"),
-    ("06_imagenet.py", "--lrf 0.01", "nothing: the last rate is 0"),
+    ("06_imagenet.py", "--lrf 0.01", "--final-lr 0.01"),
     ("06_imagenet.py", "--num_classes 5", "nothing: the folders say it"),
     ("06_imagenet.py", "--test-only", "--evaluate --resume"),
     ("05_mnmc_ddp_slurm.py", "--log-interval=20", "--print-every 20"),
