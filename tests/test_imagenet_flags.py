@@ -7,10 +7,11 @@ import pytest
 import timm
 import torch
 import torchvision
-from imagenet_runs import parse_06
+from imagenet_runs import parse_06, script
 from processes import ROOT
 
 from common.errors import UserError
+from imagenet.launch_checks import check_restarts
 from imagenet.resume import check_batches
 from imagenet.sampler import GlobalBatchSampler
 
@@ -189,6 +190,26 @@ def test_restarts_that_are_not_kept_apart_are_warned_of(train):
     )
     assert ranks.wait() == [0] and "checkpoints: starting from the beginning" in ranks.output()
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine" in ranks.output()
+
+
+def test_restarts_that_are_kept_apart_are_not_warned_of(monkeypatch, caplog):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    for shared, is_main, warned in (("False", True, 0), ("True", False, 0), ("True", True, 1)):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+        caplog.clear()
+        check_restarts(SimpleNamespace(is_main=is_main), resume=True)
+        assert caplog.text.count("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == warned
+
+
+def test_a_training_continues_in_the_epoch_of_its_last_step():
+    """At the end of an epoch in that one, which may not be evaluated yet."""
+    run = object.__new__(script.Run)
+    run.steps_per_epoch = 4
+    epochs = []
+    for steps_done in (0, 1, 4, 5, 8, 9):
+        run.steps_done = steps_done
+        epochs.append(run.epoch)
+    assert epochs == [0, 0, 0, 1, 1, 2]
 
 
 @pytest.mark.flags("06_imagenet.py", "--sync-bn", "--eval-every")
