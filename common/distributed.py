@@ -23,7 +23,7 @@ torchrun and mpirun come before srun because processes they start in a Slurm ste
 variables. Rank 0 listens at MASTER_ADDR:MASTER_PORT; under srun these default to the first host of
 the step and a port made from the ids of job and step. Afterwards RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. A launch that cannot work raises LaunchError.
-A failed rank ends all under torchrun, mpirun and srun --kill-on-bad-exit=1, not under plain srun.
+If a rank fails, torchrun, mpirun and srun --kill-on-bad-exit=1 stop the others; plain srun waits.
 """
 
 import concurrent.futures

@@ -1,7 +1,7 @@
 """What people type who come from other trainings, and what to type here: for errors and the book.
 
 Each row is (theirs, ours). What is typed there stands between backquotes; the other words say how
-it differs. `ours` are flags, or begin with "nothing". The tests parse them.
+it it differs. `ours` are flags, which the tests parse, or begin with "nothing: " or "no flag: ".
 """
 
 import re
@@ -24,7 +24,7 @@ DISTRIBUUUU = [
     ("`OUT_DIR ./resnet18`", "--checkpoints-path ./resnet18"),
 ]
 WZMIAOMIAO = [
-    ("`--data-path flower_photos`: split by the script", "data/flowers"),
+    ("`--data-path data/flowers`: in WZMIAOMIAO, split by the script", "data/flowers"),
     ("`--num_classes 5`", "nothing: the folders say it"),
     ("`--lrf 0.1`", "--final-lr 0.1"),
     ("`--batch-size 16` on 8 GPUs: images per GPU", "--batch-size 128"),
@@ -35,7 +35,10 @@ WZMIAOMIAO = [
 ]
 EXAMPLES = [
     ("`-a resnet50`", "--arch resnet50"),
-    ("`-b 256`: images of all GPUs of a machine", "--batch-size 256"),
+    (
+        "`-b 256`: images of all GPUs of a machine; in timm and torchvision, of one GPU",
+        "--batch-size 256",
+    ),
     ("`--lr 0.1`: used as it is, whatever `-b` is", "--lr 0.1"),
     (
         "divided by 10 every 30 epochs, no warm-up",
@@ -46,7 +49,7 @@ EXAMPLES = [
     ("`-p 10`", "--print-every 10"),
     ("`--resume checkpoint.pth.tar`", "--resume"),
     ("`--pretrained`", "--weights torchvision:DEFAULT"),
-    ("`-e --pretrained`", "--evaluate --weights torchvision:DEFAULT"),
+    ("`-e`", "--evaluate --resume"),
     ("`--checkpoint-file FILE`, in the elastic example", "--checkpoints-path DIR --resume"),
     ("`--dist-backend nccl`", "nothing: the device says it"),
     ("`--multiprocessing-distributed`", "nothing: torchrun starts the processes"),
@@ -54,7 +57,8 @@ EXAMPLES = [
 TIMM = [
     ("`--model resnet50`", "--arch timm:resnet50"),
     ("`-b 128` on 8 GPUs: images per GPU", "--batch-size 1024"),
-    ("`--lr-base 0.1` with `--lr-base-size 256`", "--lr 0.1"),
+    ("`--lr-base 0.1`", "--lr 0.1"),
+    ("`--lr-base-size 256`", "nothing: always 256"),
     ("`--sched cosine`", "--schedule cosine"),
     ("`--amp-dtype bfloat16`", "--amp bf16"),
     ("`--torchcompile`", "--compile"),
@@ -68,6 +72,8 @@ TIMM = [
 ]
 TORCHVISION = [
     ("`--data-path data/imagenet`", "data/imagenet"),
+    ("`--model resnet50`", "--arch resnet50"),
+    ("`-b 32` on 8 GPUs: images per GPU", "--batch-size 256"),
     ("`--test-only`", "--evaluate --resume"),
     ("`--lr-scheduler cosineannealinglr`", "--schedule cosine"),
     ("`--lr-warmup-epochs 5`", "--warmup-epochs 5"),
@@ -81,8 +87,8 @@ OF_06 = {
     "distribuuuu": DISTRIBUUUU,
     "WZMIAOMIAO": WZMIAOMIAO,
     "pytorch/examples": EXAMPLES,
-    "timm": TIMM,
     "torchvision": TORCHVISION,
+    "timm": TIMM,
 }
 
 MNIST = [
@@ -90,9 +96,9 @@ MNIST = [
     ("`--save-model`", "--save mnist.pt"),
     ("`--dry-run`", "--epochs 1 --limit 64"),
     ("`--test-batch-size 1000`", "nothing: as large as --batch-size"),
-    ("`--gamma 0.7`: a rate that falls in each epoch", "nothing: the rate stays the same"),
-    ("`--no-cuda`", "nothing: set CUDA_VISIBLE_DEVICES= before the command"),
-    ("`--no-accel`", "nothing: set CUDA_VISIBLE_DEVICES= before the command"),
+    ("`--gamma 0.7`: the learning rate falls", "nothing: the learning rate stays the same"),
+    ("`--no-cuda`", "no flag: set CUDA_VISIBLE_DEVICES= before the command"),
+    ("`--no-accel`", "no flag: set CUDA_VISIBLE_DEVICES= before the command"),
 ]
 COURSE = [
     ("`-a resnet18`", "--arch resnet18"),
@@ -100,7 +106,7 @@ COURSE = [
     ("`-j 4`", "--workers 4"),
     ("`-p 10`", "--print-every 10"),
     ("`--device cuda`", "nothing: a GPU is used if there is one"),
-    ("`--gpu 0`", "nothing: set CUDA_VISIBLE_DEVICES=0 before the command"),
+    ("`--gpu 0`", "no flag: set CUDA_VISIBLE_DEVICES=0 before the command"),
     ("`--num_classes 10`", "nothing: the folders say it"),
     ("`--data-path DIR`", "--dataset folder --data-dir DIR"),
 ]
@@ -111,7 +117,7 @@ OF_03_TO_05 = OF_01_TO_05 | {"SyncBN": SYNC_BN}
 
 SPAWN = [
     ("`--ngpus_per_node 2`", "--nproc-per-node 2"),
-    ("`--world-size 2`: machines", "--nodes 2"),
+    ("`--world-size 2`: machines; in WZMIAOMIAO, processes", "--nodes 2"),
     ("`--nnodes 2`", "--nodes 2"),
     ("`--rank 0`: of the machine", "--node-rank 0"),
     ("`-n 2`: machines", "--nodes 2"),
@@ -120,6 +126,11 @@ SPAWN = [
     ("`--master-addr HOST`", "--dist-url tcp://HOST:PORT"),
 ]
 OF_04 = OF_03_TO_05 | {"mp.spawn": SPAWN}
+
+
+def is_prose(ours):
+    """Return whether there is no flag for it here, and a row says why or what to do."""
+    return ours.startswith(("nothing: ", "no flag: "))
 
 
 def dashed(word):
@@ -168,8 +179,8 @@ def hint(name, value, theirs, ours):
     note = f" (there {note})" if note else ""
     if len(example) == 1:
         value = ""
-    elif value and example[1] in ours.split():
+    elif value and example[1] in ours.split() and not is_prose(ours):
         ours = " ".join(value if word == example[1] else word for word in ours.split())
-    elif value and value != example[1] and not ours.startswith("nothing"):
+    elif value and value != example[1] and not is_prose(ours):
         note = f" for {' '.join(example)}{note}"
     return f"{name}{value and ' ' + value}: here {ours}{note}"

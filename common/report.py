@@ -80,10 +80,10 @@ class Report:
             f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, "
             f"{storage}, {train_set.num_classes} classes | {args.arch}, {weights:.1f} M weights"
         )
-        test = os.path.join(args.data_dir, "test")
-        is_used = find_splits(args.data_dir)[1] == test
-        if args.dataset == "folder" and os.path.isdir(test) and not is_used:
-            self.print(f"{test} is not used, because there is a val/ too")
+        if args.dataset == "folder":
+            test = os.path.join(args.data_dir, "test")
+            if os.path.isdir(test) and find_splits(args.data_dir)[1] != test:
+                self.print(f"{test} is not used, because there is a val/ too")
         options = [f"seed {args.seed}"]
         if args.warmup_epochs:
             options.append(f"{args.warmup_epochs:g} epochs of warm-up")

@@ -139,7 +139,7 @@ def main(args):
         state = torch.load(last_pt, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        if state["scaler"]:  # of a training in fp16
+        if state.get("scaler"):  # of a training in fp16
             scaler.load_state_dict(state["scaler"])
         first = state["epoch"]
         best = state["best"]

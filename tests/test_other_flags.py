@@ -23,7 +23,7 @@ ROWS = [
 @pytest.mark.parametrize(("script", "row"), ROWS)
 def test_what_a_table_says_to_type_is_taken(script, row, monkeypatch):
     monkeypatch.setattr("imagenet.flags.can_compile", lambda: True)
-    words = [] if row[1].startswith("nothing: ") else row[1].split()
+    words = [] if other_flags.is_prose(row[1]) else row[1].split()
     if script.startswith("06") and not row[1].startswith("data/"):
         words.append("data/imagenet")
     if "tcp://HOST:PORT" in words:
@@ -43,18 +43,20 @@ TYPED = [
     ("06_imagenet.py", "TRAIN.BATCH_SIZE 256", "--batch-size 8192 for TRAIN.BATCH_SIZE 128"),
     ("06_imagenet.py", "OPTIM.BASE_LR 6.4", "--lr 0.2"),
     ("06_imagenet.py", "-a resnet34", "--arch resnet34"),
-    ("06_imagenet.py", "-b 64", "--batch-size 64"),
-    ("06_imagenet.py", "-e", "--evaluate"),
+    ("06_imagenet.py", "-b 64", "--batch-size 64 (there images of all GPUs of a machine"),
+    ("06_imagenet.py", "-e", "--evaluate --resume"),
+    ("06_imagenet.py", "--model resnet34", "--arch resnet34"),
+    ("06_imagenet.py", "--lr-base-size 512", "nothing: always 256"),
     ("06_imagenet.py", "--syncBN True", "--sync-bn"),
-    ("06_imagenet.py", "--data-path flowers", "data/flowers"),
+    ("06_imagenet.py", "--data-path photos", "photos (there in WZMIAOMIAO, split by the script)"),
     ("06_imagenet.py", "--freeze-layers True", "--freeze conv1,bn1,layer"),
     ("06_imagenet.py", "--lrf 0.01", "--final-lr 0.01"),
     ("06_imagenet.py", "--num_classes 5", "nothing: the folders say it"),
     ("06_imagenet.py", "--test-only", "--evaluate --resume"),
     ("05_mnmc_ddp_slurm.py", "--log-interval=20", "--print-every 20"),
     ("05_mnmc_ddp_slurm.py", "--test-batch-size 1000", "nothing: as large as --batch-size"),
-    ("05_mnmc_ddp_slurm.py", "--gamma 0.7", "nothing: the rate stays the same"),
-    ("05_mnmc_ddp_slurm.py", "--no-cuda", "nothing: set CUDA_VISIBLE_DEVICES="),
+    ("05_mnmc_ddp_slurm.py", "--gamma 0.7", "nothing: the learning rate stays the same"),
+    ("05_mnmc_ddp_slurm.py", "--no-cuda", "no flag: set CUDA_VISIBLE_DEVICES="),
     ("05_mnmc_ddp_slurm.py", "--save-model", "--save mnist.pt"),
     ("01_snsc.py", "--dry-run", "--epochs 1 --limit 64"),
     ("03_mnmc_ddp_launch.py", "--syncBN True", "--sync-bn"),

@@ -12,7 +12,8 @@ the GPU when the part ends, is stopped, or takes too long.
 results/gpu/MACHINE.jsonl says which commands ran and how they ended. Speeds are recorded beside
 those of other machines, and make charts MACHINE=... draws them. On a machine that is lent for a
 while, --out names one folder for all of this, with the subfolders of results/. Take it with you,
-and give it to the next run: the plan continues. cp -r gpu/. results/ takes it into the project.
+and give it to the next run: the plan continues. cp -rn gpu/. results/ takes it into the project,
+unless this machine has records there already.
 """
 
 import contextlib
@@ -255,9 +256,8 @@ def execute(command, seconds, folder):
     Returns:
         (exit code, its last lines of output). The code is 124 if the time was over.
     """
-    mark = f"{MARK}={uuid.uuid4()}"
-    variables = dict([mark.split("=")])
-    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"} | variables
+    mark = str(uuid.uuid4())
+    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", MARK: mark}
     file = Path(folder, "output")
     script = f"set -o pipefail; ({command}) 2>&1 | tee {shlex.quote(str(file))}"
     script += "; exit ${PIPESTATUS[0]}"
@@ -267,7 +267,7 @@ def execute(command, seconds, folder):
     except subprocess.TimeoutExpired:
         code = 124
     finally:
-        kill_all(mark.encode())
+        kill_all(f"{MARK}={mark}".encode())
         process.wait()
     return code, file.read_text(errors="replace").splitlines()[-LINES:]
 
@@ -365,12 +365,14 @@ def main(args):
         print(f"\n== {part.name}: {verdict} after {record['seconds']:.0f} s", flush=True)
         if not record["passed"]:
             failed.append(part.name)
-    print(f"\nrecorded in {path}; to draw: make charts MACHINE={machine.name}")
+    print(f"\nrecorded in {path}")
     again = "python tools/gpu.py"
-    if out != RESULTS:
+    if out == RESULTS:
+        print(f"to draw: make charts MACHINE={machine.name}")
+    else:
         again += f" --out {shlex.quote(str(args.out))}"
     if postponed:
-        print(f"no time for {', '.join(postponed)}; the same command continues: {again}")
+        print(f"no time for {', '.join(postponed)}; to continue: {again}")
     if failed:
         raise UserError(f"failed: {', '.join(failed)}; run again: {again} {' '.join(failed)}")
 

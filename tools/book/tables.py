@@ -457,7 +457,7 @@ def flags_of_rungs():
 
 def other_table(there, here, pairs):
     """Make a table of what is typed there and here."""
-    rows = [(theirs, ours if ours.startswith("nothing") else f"`{ours}`") for theirs, ours in pairs]
+    rows = [(theirs, ours if other_flags.is_prose(ours) else f"`{ours}`") for theirs, ours in pairs]
     return table((there, here), rows)
 
 

@@ -21,17 +21,19 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from common.errors import UserError, one_line_errors
-from common.flags import whole_number
+from common.flags import Parser, whole_number
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "--most",
+        type=whole_number(0),
+        default=math.inf,
+        metavar="N",
+        help="how often a line may wait",
     )
-    parser.add_argument("--most", type=whole_number(0), default=math.inf, metavar="N")
-    parser.add_argument("script")
+    parser.add_argument("script", help="path of the script")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the script")
     return parser.parse_args()
 

@@ -536,7 +536,7 @@ MUTANTS = [
          "tests/test_other_flags.py -k underline"),
     ),
     *mutants("tools/gpu.py",
-        ("kill_all(mark.encode())", "os.killpg(process.pid, signal.SIGKILL)",
+        ('kill_all(f"{MARK}={mark}".encode())', "os.killpg(process.pid, signal.SIGKILL)",
          "no process outlives its part", "tests/test_gpu_plan.py -k outlives"),
         ("signal.signal(stop_signal, lambda *_: sys.exit(143))", "pass",
          "a signal ends all that was started", "tests/test_gpu_plan.py -k leaves_no_process"),
