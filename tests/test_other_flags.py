@@ -1,6 +1,7 @@
 """What people type who come from other trainings: each error says what to type here."""
 
 import re
+import runpy
 import subprocess
 import sys
 
@@ -66,23 +67,16 @@ TYPED = [
 
 
 def refused(script, *words, monkeypatch, capsys):
-    """What a script prints that refuses these flags."""
-    with pytest.raises(SystemExit) as end:
-        parse_all(monkeypatch, script, *words)
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
-def parse_all(monkeypatch, script, *words):
-    """Run a script to the end of its parsing, which these flags end before."""
-    import runpy
-
+    """What a script prints that refuses these flags, before it does anything else."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("imagenet.signals.install", lambda: None)
     monkeypatch.setattr(sys, "argv", [script, *words])
-    runpy.run_path(script, run_name="__main__")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(script, run_name="__main__")
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
 
 @pytest.mark.parametrize(("script", "given", "expected"), TYPED)
