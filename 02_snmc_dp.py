@@ -65,13 +65,14 @@ def main(args):
                 totals.zero_()
 
         model.eval()
-        correct = torch.zeros((), dtype=torch.int64, device=device)
+        totals = torch.zeros(3, device=device)
         with torch.no_grad():
             for images, targets in test_loader:
                 images = images.to(device, non_blocking=True)
                 targets = targets.to(device, non_blocking=True)
-                correct += (model(normalize(images)).argmax(dim=1) == targets).sum()
-        report.show_epoch(correct)
+                outputs = model(normalize(images))
+                totals += batch_totals(criterion(outputs, targets), outputs, targets)
+        report.show_epoch(totals)
 
     # 5. tear down
     if args.save:

@@ -86,14 +86,15 @@ def main(args):
         model.eval()
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)  # the last step changed each rank's batch norm statistics
-        correct = torch.zeros((), dtype=torch.int64, device=device)
+        totals = torch.zeros(3, device=device)
         with torch.no_grad():
             for images, targets in test_loader:
                 images = images.to(device, non_blocking=True)
                 targets = targets.to(device, non_blocking=True)
-                correct += (model(normalize(images)).argmax(dim=1) == targets).sum()
-        dist.all_reduce(correct)
-        report.show_epoch(correct)
+                outputs = model(normalize(images))
+                totals += batch_totals(criterion(outputs, targets), outputs, targets)
+        dist.all_reduce(totals)
+        report.show_epoch(totals)
 
     # 5. tear down
     if args.save and rank == 0:

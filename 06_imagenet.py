@@ -46,7 +46,7 @@ from imagenet.flags import AMP_DTYPES, parse_args
 from imagenet.launch_checks import check_launch
 from imagenet.loader import DeviceLoader, build_normalize
 from imagenet.model import AveragedModel, build_model, parameter_groups, start_momentum
-from imagenet.progress import Progress
+from imagenet.progress import Evaluation, Progress
 from imagenet.resume import check_batches, check_same_run, micro_batches
 from imagenet.sampler import GlobalBatchSampler
 from imagenet.votes import Stopped, Votes
@@ -127,24 +127,24 @@ def main(args):
     votes = Votes(cpu_group)
     save_timer = SaveTimer(args.checkpoint_every)
     signals.stop.training = True  # from now on a signal does not end the process: see train_epoch
-    accuracy, stopped = None, None
+    evaluation, stopped = None, None
     try:
         if args.evaluate:
-            accuracy = evaluate(run, val_loader, votes)
+            evaluation = evaluate(run, val_loader, votes)
         epochs = [] if args.evaluate else range(run.epoch, args.epochs)
         for epoch in epochs:
             train_epoch(run, epoch, train_loader, votes, checkpoints, save_timer, progress)
-            accuracy = evaluate(run, val_loader, votes) if evaluation_due(args, epoch) else None
-            progress.show_epoch(accuracy)
-            if accuracy and (run.best is None or accuracy[0] > run.best):
-                run.best = accuracy[0]
+            evaluation = evaluate(run, val_loader, votes) if evaluation_due(args, epoch) else None
+            progress.show_epoch(evaluation)
+            if evaluation and (run.best is None or evaluation.top1 > run.best):
+                run.best = evaluation.top1
                 checkpoints.save(run.state_dict(), BEST)
     except Stopped as error:
         stopped = f"stopped by a signal {error}"
 
     # 5. tear down
     checkpoints.finish()
-    progress.close(stopped or progress.outcome(accuracy, run.best))
+    progress.close(stopped or progress.outcome(evaluation, run.best))
     if stopped:
         signals.exit_for_requeue(d.launcher)
     signals.ignore()  # on exit, Python restores the default handlers, which kill the process
@@ -186,7 +186,7 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
                 # and divide by the images of the whole step: ranks may have one more or less.
                 weight = d.world_size / run.sampler.step_size(step)
                 run.scaler.scale(loss * weight).backward()
-            run.totals += torch.cat([loss.detach()[None], count_correct(outputs, targets)])
+            run.totals += batch_totals(loss.detach(), outputs, targets)
         progress.backward_done()
         if args.clip_grad:
             run.scaler.unscale_(optimizer)
@@ -210,10 +210,10 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
 
 @torch.no_grad()
 def evaluate(run, loader, votes):
-    """Evaluate on every image once, on any number of ranks.
+    """Evaluate on every image once, on any number of ranks, without label smoothing.
 
     Returns:
-        (top-1 in %, top-5 in %, number of images).
+        Evaluation.
 
     Raises:
         Stopped: a signal reached some rank.
@@ -221,19 +221,21 @@ def evaluate(run, loader, votes):
     run.share_buffers()
     model = run.ema.module if run.ema else run.model
     model.eval()
-    counts = torch.zeros(3, device=run.d.device)
+    totals = torch.zeros(4, device=run.d.device)
     for images, targets in loader:
         votes.cast(stop=signals.stop.signal)
         if len(images):  # with more ranks than images, some ranks have none
             with run.autocast():
-                counts += count_correct(model(run.prepare(images)), targets)
+                outputs = model(run.prepare(images))
+                loss = nn.functional.cross_entropy(outputs, targets, reduction="sum")
+            totals += batch_totals(loss, outputs, targets)
         stop, _ = votes.count()
         if stop:
             again = "the same command" if run.args.evaluate else "--resume"
             raise Stopped(f"during an evaluation: {again} evaluates again")
-    top1, top5, images = sum_over_ranks(counts).tolist()
+    loss, top1, top5, images = sum_over_ranks(totals).tolist()
     loader.report_damaged()
-    return 100 * top1 / images, 100 * top5 / images, int(images)
+    return Evaluation(loss / images, 100 * top1 / images, 100 * top5 / images, int(images))
 
 
 @dataclasses.dataclass
@@ -377,11 +379,11 @@ def evaluation_due(args, epoch):
     return args.eval_every > 0 and (last or (epoch + 1) % args.eval_every == 0)
 
 
-def count_correct(outputs, targets):
-    """Return float (3,): correct answers, correct among the first five, images."""
+def batch_totals(loss, outputs, targets):
+    """Return float (4,): sum of losses, correct answers, correct among the first five, images."""
     correct = outputs.topk(min(5, outputs.size(1)), dim=1).indices == targets[:, None]
     images = targets >= 0  # a damaged image has a negative target
-    return torch.stack([correct[:, 0].sum(), correct.sum(), images.sum()]).float()
+    return torch.stack([loss, correct[:, 0].sum(), correct.sum(), images.sum()]).float()
 
 
 if __name__ == "__main__":

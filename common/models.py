@@ -5,6 +5,7 @@ import itertools
 import torch
 import torchvision
 from torch import nn
+from torch.nn import functional as F
 
 from common.errors import UserError, one_line
 
@@ -26,6 +27,8 @@ def build_model(args, dataset):
         model = MnistNet(channels, size, num_classes)
     elif args.arch == "small_net":
         model = SmallNet(channels, num_classes)
+    elif args.arch == "cifar_resnet20":
+        model = CifarResNet20(channels, num_classes)
     elif args.arch in torchvision.models.list_models(module=torchvision.models):
         options = {"num_classes": num_classes}
         if args.arch in ("googlenet", "inception_v3"):
@@ -37,7 +40,7 @@ def build_model(args, dataset):
     else:
         raise UserError(
             f"--arch {args.arch}: no such model in torchvision; "
-            "try resnet18, mnist_net or small_net"
+            "try resnet18, cifar_resnet20, mnist_net or small_net"
         )
     try:
         with torch.no_grad():
@@ -104,6 +107,73 @@ class SmallNet(nn.Sequential):
 
     def forward(self, images):  # torch 2.9 compiles no model whose forward is one of torch's own
         return super().forward(images)
+
+
+class CifarResNet20(nn.Module):
+    """ResNet-20 for 32x32 images: 0.27 million weights (He et al. 2015, section 4.2).
+
+    torchvision's ResNets are made for 224x224 images and shrink them by four before the first
+    block. This one keeps 32x32 pixels for a third of its layers. Nineteen 3x3 convolutions and one
+    linear layer; shortcuts have no weights.
+
+    Takes floats (N, channels, height, width) and returns logits (N, num_classes).
+    """
+
+    def __init__(self, channels=3, num_classes=10):
+        super().__init__()
+        self.stem = nn.Sequential(_convolution(channels, 16), nn.BatchNorm2d(16), nn.ReLU())
+        self.blocks = nn.Sequential(
+            ResidualBlock(16, 16),
+            ResidualBlock(16, 16),
+            ResidualBlock(16, 16),
+            ResidualBlock(16, 32, stride=2),
+            ResidualBlock(32, 32),
+            ResidualBlock(32, 32),
+            ResidualBlock(32, 64, stride=2),
+            ResidualBlock(64, 64),
+            ResidualBlock(64, 64),
+        )
+        self.classifier = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes)
+        )
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images):
+        return self.classifier(self.blocks(self.stem(images)))
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions whose result is added to their input.
+
+    If the block halves the image and adds channels, the shortcut takes every second pixel and pads
+    the new channels with zeros.
+
+    forward takes floats (N, before, height, width) and returns floats (N, after, height / stride,
+    width / stride), rounded up.
+    """
+
+    def __init__(self, before, after, stride=1):
+        super().__init__()
+        self.stride = stride
+        self.new_channels = after - before
+        self.residual = nn.Sequential(
+            _convolution(before, after, stride),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+            _convolution(after, after),
+            nn.BatchNorm2d(after),
+        )
+
+    def forward(self, features):
+        shortcut = features[:, :, :: self.stride, :: self.stride]
+        shortcut = F.pad(shortcut, (0, 0, 0, 0, 0, self.new_channels))
+        return F.relu(self.residual(features) + shortcut)
+
+
+def _convolution(before, after, stride=1):
+    return nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
 
 
 def _replace_stem(model, channels):

@@ -46,7 +46,6 @@ class Report:
         }
         if args.log_file:
             self.record["repeat"] = count_repeats(args.log_file, self.record["command"])
-        self.test_images = None  # in the test set
         # Of the current epoch:
         self.epoch = 0
         self.steps = 0
@@ -55,6 +54,7 @@ class Report:
         # Of the last line, and of the last epoch:
         self.train_loss = None
         self.train_acc = None  # in %
+        self.test_loss = None
         self.test_acc = None  # in %
         self.seconds = None
         self.images_per_second = None
@@ -71,7 +71,6 @@ class Report:
         r = self.record
         args = self.args
         r["lr"] = lr
-        self.test_images = len(test_set)
         self.console.print_launch(r, self.device)
         size = "x".join(str(n) for n in (train_set.channels, *train_set.image_size))
         storage = "in memory" if train_set.in_memory else "read from files"
@@ -152,16 +151,20 @@ class Report:
             self.seconds = self.meter.line.seconds - self.meter.start.seconds
             self.images_per_second = self.meter.speed(self.meter.warm)
 
-    def show_epoch(self, correct):
-        """Print the accuracy on the test set, and write the record of an epoch.
+    def show_epoch(self, totals):
+        """Print loss and accuracy on the test set, and write the record of an epoch.
 
         Args:
-            correct: tensor, the number of correct answers over all ranks.
+            totals: float (3,) on the device: sum of losses, correct answers and images of the test
+                set, over all ranks.
         """
-        self.test_acc = 100 * float(correct) / self.test_images
+        loss, correct, images = totals.tolist()
+        self.test_loss = loss / images
+        self.test_acc = 100 * correct / images
         wait_share = self.waited / self.seconds
         self.print(
-            f"   == test: [{self.epoch + 1}/{self.args.epochs}] | acc: {self.test_acc:6.3f}% | "
+            f"   == test: [{self.epoch + 1}/{self.args.epochs}] | "
+            f"loss: {self.test_loss:.3f} | acc: {self.test_acc:6.3f}% | "
             f"epoch took {self.seconds:.1f} s, {self.images_per_second:.0f} img/s, "
             f"{100 * wait_share:.1f}% of it waiting for data"
         )
@@ -172,6 +175,7 @@ class Report:
             "data_wait_share": round(wait_share, 4),
             "train_loss": round(self.train_loss, 4),
             "train_acc": round(self.train_acc, 3),
+            "test_loss": round(self.test_loss, 4),
             "test_acc": round(self.test_acc, 3),
         }
         if self.args.log_file and self.console.rank == 0:

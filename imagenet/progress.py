@@ -4,11 +4,21 @@ A Progress only observes: without it, the training is the same.
 """
 
 import time
+from typing import NamedTuple
 
 from common.console import Console, memory_used
 from common.records import append_record, count_repeats, run_fields
 from common.report import Meter, warmup_steps
 from imagenet.clocks import CommunicationClock, Spans
+
+
+class Evaluation(NamedTuple):
+    """The result of an evaluation, on the images of all ranks."""
+
+    loss: float  # mean cross entropy, without label smoothing
+    top1: float  # in %
+    top5: float  # in %
+    images: int
 
 
 class Progress:
@@ -207,11 +217,11 @@ class Progress:
         self.communicated += communicated
         return speed, waited / seconds, communicated / seconds
 
-    def show_epoch(self, accuracy):
-        """Print the accuracy, if the epoch was evaluated, and write the record of the epoch.
+    def show_epoch(self, evaluation):
+        """Print loss and accuracy, if the epoch was evaluated, and write the record of the epoch.
 
         Args:
-            accuracy: (top-1 in %, top-5 in %, number of images) or None.
+            evaluation: Evaluation or None.
         """
         measured = {"epoch": self.epoch + 1}
         speed = ""
@@ -227,23 +237,32 @@ class Progress:
                 "train_loss": round(loss / images, 4),
                 "train_acc": round(100 * top1 / images, 3),
             }
-        if accuracy:
-            top1, top5, images = accuracy
+        if evaluation:
+            loss, top1, top5, images = evaluation
             self.print(
-                f"   == test: [{self.epoch + 1}/{self.args.epochs}] | top-1: {top1:6.3f}% | "
-                f"top-5: {top5:6.3f}% | {images} images{speed}"
+                f"   == test: [{self.epoch + 1}/{self.args.epochs}] | loss: {loss:.3f} | "
+                f"top-1: {top1:6.3f}% | top-5: {top5:6.3f}% | {images} images{speed}"
             )
-            end_of_epoch = (self.epoch + 1) * self.steps
-            self._write_scalars(end_of_epoch, {"test/top1": top1, "test/top5": top5})
-            measured |= {"test_acc": round(top1, 3), "test_top5": round(top5, 3)}
+            scalars = {"test/loss": loss, "test/top1": top1, "test/top5": top5}
+            self._write_scalars((self.epoch + 1) * self.steps, scalars)
+            measured |= {
+                "test_loss": round(loss, 4),
+                "test_acc": round(top1, 3),
+                "test_top5": round(top5, 3),
+            }
         if self.args.log_file and self.d.is_main:
             append_record(self.args.log_file, self.record | measured)
 
-    def outcome(self, accuracy, best):
+    def outcome(self, evaluation, best):
         """Return the last line of a run that was not stopped."""
         if self.args.evaluate:
-            return "evaluated: top-1 {:.3f}%, top-5 {:.3f}%, {} images".format(*accuracy)
-        outcome = f"top-1 {accuracy[0]:.3f}%, best {best:.3f}%" if accuracy else "not evaluated"
+            loss, top1, top5, images = evaluation
+            return (
+                f"evaluated: loss {loss:.3f}, top-1 {top1:.3f}%, top-5 {top5:.3f}%, {images} images"
+            )
+        outcome = "not evaluated"
+        if evaluation:
+            outcome = f"top-1 {evaluation.top1:.3f}%, best {best:.3f}%"
         return f"done: {outcome} after {self.args.epochs} epochs"
 
     def close(self, line):

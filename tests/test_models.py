@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from common.errors import UserError
 from common.memory import MemoryImages
-from common.models import MnistNet, SmallNet, build_model
+from common.models import CifarResNet20, MnistNet, ResidualBlock, SmallNet, build_model
 
 
 def images(channels, size, classes=10):
@@ -46,7 +46,33 @@ def test_mnist_net_computes_what_its_layers_written_out_compute(training):
     torch.testing.assert_close(output, written_out(model, images, training))
 
 
-@pytest.mark.parametrize("arch", ["mnist_net", "small_net", "resnet18", "mobilenet_v3_small"])
+def test_cifar_resnet20_has_the_layers_and_weights_of_the_paper():
+    """He et al. 2015, table 6: 0.27 M; 7, 6 and 6 layers at 32, 16 and 8 pixels, and the last."""
+    model = CifarResNet20()
+    convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+    sizes = []
+    for layer in convolutions:
+        layer.register_forward_hook(lambda layer, _, output: sizes.append(tuple(output.shape[1:])))
+    assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+    assert sizes == 7 * [(16, 32, 32)] + 6 * [(32, 16, 16)] + 6 * [(64, 8, 8)]
+    stages = 9 * (3 * 16 + 6 * 16**2 + 16 * 32 + 5 * 32**2 + 32 * 64 + 5 * 64**2)
+    norms = 2 * (7 * 16 + 6 * 32 + 6 * 64)
+    weights = sum(p.numel() for p in model.parameters())
+    assert weights == stages + norms + 64 * 10 + 10 == 269_722
+
+
+def test_a_block_of_cifar_resnet20_adds_every_second_pixel_and_zero_channels():
+    block = ResidualBlock(2, 3, stride=2).eval()
+    torch.nn.init.zeros_(block.residual[-1].weight)  # the residual is zero, so the shortcut is left
+    features = torch.rand(1, 2, 5, 4)
+    output = block(features)
+    torch.testing.assert_close(output[:, :2], features[:, :, [0, 2, 4]][:, :, :, [0, 2]])
+    assert output[:, 2:].shape == (1, 1, 3, 2) and not output[:, 2:].any()
+
+
+@pytest.mark.parametrize(
+    "arch", ["mnist_net", "small_net", "cifar_resnet20", "resnet18", "mobilenet_v3_small"]
+)
 @pytest.mark.parametrize(("channels", "size"), [(1, (28, 28)), (3, (32, 48))])
 def test_models_fit_the_channels_and_classes_of_a_dataset(arch, channels, size):
     model = build_model(flags("--arch", arch), images(channels, size, classes=7))

@@ -137,7 +137,7 @@ def train_as_03_does(folder):
     two and two.
 
     Returns:
-        (loss, accuracy) of each line, and (loss, accuracy, test accuracy) of each epoch.
+        (loss, accuracy) of each line, and (loss, accuracy, test loss, test accuracy) of each epoch.
     """
     pixels, targets = read_pictures(folder / "train")
     test_pixels, test_targets = read_pictures(folder / "test")
@@ -168,8 +168,10 @@ def train_as_03_does(folder):
             answers += (outputs.argmax(1) == targets[batch]).tolist()
             if step + 1 in (4, 8, 11):
                 lines.append((sum(losses) / len(losses), 100 * sum(answers) / len(answers)))
-        right = (model(test_images).argmax(1) == test_targets).sum().item()
-        epochs.append((*lines[-1], 100 * right / TEST_IMAGES))
+        outputs = model(test_images)
+        test_loss = cross_entropy(outputs, test_targets).item()
+        right = (outputs.argmax(1) == test_targets).sum().item()
+        epochs.append((*lines[-1], test_loss, 100 * right / TEST_IMAGES))
     return lines, epochs
 
 
@@ -183,16 +185,21 @@ def test_loss_and_accuracy_of_two_ranks_are_those_of_one_loop(of_03):
     assert places == of_epoch_1 + of_epoch_2
     for line, expected in zip(printed, lines, strict=True):
         assert [float(number) for number in line[4:]] == pytest.approx(expected, abs=1e-3)
-    tested = re.findall(r"== test: \[(\d)/2\] \| acc: +([\d.]+)%", of_03.out)
-    for k, (loss, accuracy, test_accuracy) in enumerate(epochs):
+    pattern = r"== test: \[(\d)/2\] \| loss: ([\d.]+) \| acc: +([\d.]+)%"
+    tested = re.findall(pattern, of_03.out)
+    for k, (loss, accuracy, test_loss, test_accuracy) in enumerate(epochs):
         record = of_03.records[k]
         assert record["epoch"] == k + 1
         assert record["train_loss"] == pytest.approx(loss, abs=2e-4)
         assert record["train_acc"] == pytest.approx(accuracy, abs=1e-3)
         assert record["test_acc"] == pytest.approx(test_accuracy, abs=1e-3)
-        assert tested[k] == (str(k + 1), f"{record['test_acc']:.3f}")
-    assert 0 < epochs[0][2] < 100 and epochs[0][1] != epochs[0][2], "one is not the other"
-    assert f"done: test accuracy {epochs[1][2]:.2f}% after 2 epochs" in of_03.out
+        assert record["test_loss"] == pytest.approx(test_loss, abs=2e-4)
+        number, printed_loss, printed_accuracy = tested[k]
+        assert number == str(k + 1)
+        assert float(printed_loss) == pytest.approx(record["test_loss"], abs=6e-4)
+        assert printed_accuracy == f"{record['test_acc']:.3f}"
+    assert 0 < epochs[0][3] < 100 and epochs[0][1] != epochs[0][3], "one is not the other"
+    assert f"done: test accuracy {epochs[1][3]:.2f}% after 2 epochs" in of_03.out
 
 
 def test_seconds_and_speed_of_two_ranks_are_those_of_the_clock(of_03):
@@ -446,13 +453,15 @@ def load_pictures(folder):
 
 
 @torch.no_grad()
-def accuracy(weights, folder):
-    """Top-1 and top-5 in % of a model with these weights."""
+def evaluation(weights, folder):
+    """Loss, and top-1 and top-5 in %, of a model with these weights."""
     model = SmallNet(3, 20)
     model.load_state_dict(weights)
     images, targets = load_pictures(folder / "val")
-    top1, top5 = count_right(model.eval()(images), targets)
-    return 100 * top1 / len(targets), 100 * top5 / len(targets)
+    outputs = model.eval()(images)
+    top1, top5 = count_right(outputs, targets)
+    loss = cross_entropy(outputs, targets).item()
+    return loss, 100 * top1 / len(targets), 100 * top5 / len(targets)
 
 
 @pytest.fixture(scope="module")
@@ -592,7 +601,8 @@ def test_tensorboard_shows_the_numbers_of_the_console(of_06, expected_06):
             value = pytest.approx(line[name], rel=1e-5)
             expected.setdefault(name, []).append((line["step"], value))
     for step in (11, 22):
-        top1, top5 = accuracy(states[step]["ema"], of_06.folder)
+        loss, top1, top5 = evaluation(states[step]["ema"], of_06.folder)
+        expected.setdefault("test/loss", []).append((step, pytest.approx(loss, abs=1e-3)))
         expected.setdefault("test/top1", []).append((step, pytest.approx(top1)))
         expected.setdefault("test/top5", []).append((step, pytest.approx(top5)))
     scalars = {}
@@ -613,7 +623,7 @@ def test_the_record_of_06_tells_the_whole_epoch(of_06, expected_06):
     best = 0
     for epoch, record in enumerate(of_06.records):
         steps = counts[STEPS * epoch : STEPS * (epoch + 1)]
-        top1, top5 = accuracy(states[STEPS * (epoch + 1)]["ema"], of_06.folder)
+        loss, top1, top5 = evaluation(states[STEPS * (epoch + 1)]["ema"], of_06.folder)
         best = max(best, top1)
         seconds = STEPS * of_06.seconds + COMPILE
         speed = (160 - steps[0]["images"]) / (10 * of_06.seconds)  # the first step warms up
@@ -625,13 +635,16 @@ def test_the_record_of_06_tells_the_whole_epoch(of_06, expected_06):
             "communication_share": round(STEPS * of_06.exchange / seconds, 4),
             "train_loss": round(sum(step["loss"] for step in steps) / 160, 4),
             "train_acc": round(100 * sum(step["top1"] for step in steps) / 160, 3),
+            "test_loss": pytest.approx(loss, abs=1e-3),  # of weights in float64
             "test_acc": round(top1, 3),
             "test_top5": round(top5, 3),
         }
         assert {name: record[name] for name in expected} == expected
         share = f"{100 * STEPS * of_06.read / seconds:.1f}% waiting for data"
         line = f"top-1: {top1:6.3f}% | top-5: {top5:6.3f}% | 41 images | {speed:.0f} img/s, {share}"
-        assert f"== test: [{epoch + 1}/2] | {line}" in of_06.out
+        pattern = rf"== test: \[{epoch + 1}/2\] \| loss: ([\d.]+) \| {re.escape(line)}"
+        printed_loss = re.search(pattern, of_06.out)[1]
+        assert float(printed_loss) == pytest.approx(record["test_loss"], abs=6e-4)
     # Each rank evaluates its pieces of three batches, twice.
     total = 2 * seconds + 2 * 3 * of_06.pieces * EVALUATION
     times = f"{words(total)} | {total:.0f} s | peak"
@@ -679,7 +692,7 @@ def test_a_checkpoint_holds_the_state_of_a_plain_loop(of_06, expected_06, step):
     epoch = counts[STEPS * ((step - 1) // STEPS) : step]
     best = None  # in the checkpoint of step 11, which is saved before its evaluation
     if step > 11:
-        best = pytest.approx(accuracy(states[11]["ema"], of_06.folder)[0])
+        best = pytest.approx(evaluation(states[11]["ema"], of_06.folder)[1])
     numbers = {
         "step": step,
         "world_size": of_06.world_size,
@@ -723,8 +736,11 @@ def test_evaluate_prints_the_accuracy_of_pillow_and_a_plain_loop(of_06, tmp_path
         runs[name] = Ranks(tmp_path / name, of_06.world_size, given)
     for name, (weights, _) in cases.items():
         assert runs[name].wait() == [0] * of_06.world_size, runs[name].output()
-        top1, top5 = accuracy(weights, of_06.folder)
-        assert f"evaluated: top-1 {top1:.3f}%, top-5 {top5:.3f}%, 41 images" in runs[name].output()
+        loss, top1, top5 = evaluation(weights, of_06.folder)
+        pattern = r"evaluated: loss ([\d.]+), top-1 ([\d.]+)%, top-5 ([\d.]+)%, 41 images"
+        printed = re.search(pattern, runs[name].output()).groups()
+        assert float(printed[0]) == pytest.approx(loss, abs=1e-3)
+        assert printed[1:] == (f"{top1:.3f}", f"{top5:.3f}")
 
 
 def test_a_resumed_run_tells_the_whole_epoch_but_its_own_speed(of_06, expected_06, tmp_path):
@@ -755,7 +771,7 @@ def test_a_resumed_run_tells_the_whole_epoch_but_its_own_speed(of_06, expected_0
         "images_per_second": round(images_here / seconds, 1),
         "train_loss": round(loss / images, 4),
         "train_acc": round(100 * top1 / images, 3),
-        "test_acc": round(accuracy(states[22]["ema"], of_06.folder)[0], 3),
+        "test_acc": round(evaluation(states[22]["ema"], of_06.folder)[1], 3),
     }
     assert {name: record[name] for name in whole} == whole
     saved = decode(read_file(tmp_path / "checkpoints/step-00000022.pt"))
@@ -768,11 +784,12 @@ def test_top_1_and_top_5_are_places_in_a_sorted_list(classes):
     outputs = torch.randn(200, classes)
     targets = torch.randint(classes, (200,))
     top1, top5 = count_right(outputs, targets)
-    assert script.count_correct(outputs, targets).tolist() == [top1, top5, 200]
+    loss = torch.tensor(1.5)
+    assert script.batch_totals(loss, outputs, targets).tolist() == [1.5, top1, top5, 200]
     assert 0 < top1 < top5 <= 200
     targets[:50] = datasets.IGNORED  # damaged images
     top1, top5 = count_right(outputs[50:], targets[50:])
-    assert script.count_correct(outputs, targets).tolist() == [top1, top5, 150]
+    assert script.batch_totals(loss, outputs, targets).tolist() == [1.5, top1, top5, 150]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "step"])

@@ -41,6 +41,7 @@ DESIGN = {
         "data_wait_share",
         "train_loss",
         "train_acc",
+        "test_loss",
         "test_acc",
         "torch",
         "torchvision",
@@ -163,9 +164,9 @@ def test_a_short_epoch_is_not_all_warm_up(clock):
 def test_the_share_of_time_spent_waiting_for_data_is_reported(clock, capsys):
     report = make()
     train_epoch(report, clock, steps=100, wait=0.03, seconds_of_step=lambda k: 0.07)
-    report.show_epoch(torch.tensor(55))
+    report.show_epoch(torch.tensor([150.0, 55.0, 100.0]))
     assert (
-        "acc: 55.000% | epoch took 10.0 s, 100 img/s, 30.0% of it waiting for data"
+        "loss: 1.500 | acc: 55.000% | epoch took 10.0 s, 100 img/s, 30.0% of it waiting for data"
         in capsys.readouterr().out
     )
 
@@ -185,12 +186,13 @@ def test_records_hold_what_the_design_asks_for(clock, tmp_path):
     report.header(torch.nn.Linear(1, 1), DATASET, DATASET, lr=0.01)
     for _ in range(2):
         train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
-        report.show_epoch(torch.tensor(25))
+        report.show_epoch(torch.tensor([150.0, 25.0, 100.0]))
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(records) == 2 and set(records[0]) >= DESIGN
     assert (
         records[0]["train_loss"] == 2.0
         and records[0]["train_acc"] == 50.0
+        and records[0]["test_loss"] == 1.5
         and records[0]["test_acc"] == 25.0
     )
     assert records[0]["global_batch"] == 256 and records[0]["device"] == "cpu"
@@ -203,7 +205,7 @@ def test_the_repeats_of_a_command_are_counted(clock, tmp_path, monkeypatch):
         report.record["started"] = str(repeat)
         for _ in range(2):  # a record per epoch
             train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
-            report.show_epoch(torch.tensor(25))
+            report.show_epoch(torch.tensor([150.0, 25.0, 100.0]))
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [record["repeat"] for record in records] == [0, 0, 1, 1, 2, 2]
 
@@ -212,7 +214,7 @@ def test_only_rank_0_prints_and_writes(clock, tmp_path, capsys):
     log = tmp_path / "run.jsonl"
     report = make("--log-file", log, rank=1, world_size=2)
     train_epoch(report, clock, steps=4, wait=0.0, seconds_of_step=lambda k: 0.1)
-    report.show_epoch(torch.tensor(25))
+    report.show_epoch(torch.tensor([150.0, 25.0, 100.0]))
     report.summary()
     assert capsys.readouterr().out == "" and not log.exists()
 

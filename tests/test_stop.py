@@ -80,7 +80,7 @@ def test_a_signal_during_an_evaluation_ends_it(train, one_each):
     after = train("run", 2, *options, "--resume")
     assert after.wait() == [0, 0]
     assert "after step 2 of 2" in after.output() and "== step" not in after.output()
-    assert after.output().count("== test: [1/1] | top-1:") == 1
+    assert after.output().count("== test: [1/1] | loss:") == 1
 
 
 @pytest.mark.parametrize(

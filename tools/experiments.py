@@ -42,6 +42,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else
 # bytes: ResNet-18 with 256 images per training step and CIFAR-10 in memory
 PROCESS_MEMORY = 1.4 * 2**30
 PUBLISHED_BATCH = 256  # images per process in the accuracy experiment
+GLUON_BATCH = 128  # images per training step in the resnet20 experiment
 SYNCBN_BATCHES = (4, 8, 16, 32)  # images per process in the syncbn experiment
 GPU_IMAGES, GPU_EPOCHS = 50000, 8  # of the speed experiment on GPUs; times the number of processes
 
@@ -154,6 +155,25 @@ def accuracy(machine, args, repeat):
     return [Run(command, images) for command in commands]
 
 
+def resnet20(machine, args, repeat):
+    """Accuracy of ResNet-20 on CIFAR-10 in its first ten epochs, with one and with two processes.
+
+    Batch size and learning rate are those of GluonCV's published log.
+    """
+    limit = f" --limit {args.limit}" if args.limit else ""
+    epochs = args.epochs or 10
+    flags = (
+        f"{real_images(args)}{limit} --epochs {epochs} --arch {args.arch or 'cifar_resnet20'} "
+        f"--lr 0.1 --lr-scaling none"
+    )
+    runs = []
+    for n in args.processes:
+        start = "python 01_snsc.py" if n == 1 else f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py"
+        command = f"{start} {flags} --batch-size {GLUON_BATCH // n} --seed {repeat}"
+        runs.append(Run(command, (args.limit or 50000) * epochs))
+    return runs
+
+
 def scaling(machine, args, repeat):
     """Seconds of all_reduce by size and number of processes; of a training step and its parts."""
     flags = f"--batch-size 64{extra(args)} --seed {repeat}"
@@ -168,6 +188,7 @@ TORCHRUN = "torchrun --nnodes=1 --nproc-per-node={} "
 EXPERIMENTS = {
     "speed": (speed, 3, None, 1),
     "syncbn": (syncbn, 3, [2, 4], 1),
+    "resnet20": (resnet20, 1, [1, 2], 1),
     "accuracy": (accuracy, 1, [1, 2, 4, 8, 16], 2),
     "scaling": (scaling, 3, [1, 2, 3, 4, 6, 8], 3),
 }
