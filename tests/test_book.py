@@ -126,7 +126,7 @@ def test_a_stale_page_is_named(tmp_path, monkeypatch, capsys):
     ("marker", "expected"),
     [
         ("table: nothing", "table nothing: expected one of ladder, "),
-        ("picture: nothing", "expected one of table, diff, section, code, output"),
+        ("picture: nothing", "expected one of diff, section, code, table, output"),
         ("code: common/models.py Nothing", "common/models.py has no function or class Nothing"),
         (
             "output: python nothing.py",
