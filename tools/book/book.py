@@ -77,6 +77,7 @@ def translated(block):
                 cell if re.fullmatch(r"[-:]+", cell) else words.translate(cell) for cell in cells
             ]
             line = f"| {' | '.join(cells)} |" if line.startswith("|") else cells[0]
+            line = re.sub(r"(?<=\d) %", "%", line)
         lines.append(line)
     return "\n".join(lines).replace("](../", "](../../")
 
