@@ -269,13 +269,16 @@ def test_every_flag_in_the_text_is_one_that_some_program_takes(tmp_path):
 
 
 def split(text):
-    """(environment variables, program, arguments) of a command."""
+    """(environment variables, program, arguments) of a command, of nohup the one that it starts."""
     words = shlex.split(text)
+    words = words[: words.index(">")] if ">" in words else words
     if words[0] == "timeout":
         words = words[next(k for k, word in enumerate(words) if word.isdigit()) + 1 :]
     variables = {}
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
+    if words[:1] == ["nohup"]:
+        words.pop(0)
     return variables, words[0] if words else "", words[1:]
 
 
