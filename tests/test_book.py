@@ -126,7 +126,7 @@ def test_a_stale_page_is_named(tmp_path, monkeypatch, capsys):
     ("marker", "expected"),
     [
         ("table: nothing", "table nothing: expected one of ladder, "),
-        ("picture: nothing", "expected one of table, diff, section, code, output"),
+        ("picture: nothing", "expected one of diff, section, code, table, output"),
         ("code: common/models.py Nothing", "common/models.py has no function or class Nothing"),
         (
             "output: python nothing.py",
@@ -269,13 +269,16 @@ def test_every_flag_in_the_text_is_one_that_some_program_takes(tmp_path):
 
 
 def split(text):
-    """(environment variables, program, arguments) of a command."""
+    """(environment variables, program, arguments) of a command, of nohup the one that it starts."""
     words = shlex.split(text)
+    words = words[: words.index(">")] if ">" in words else words
     if words[0] == "timeout":
         words = words[next(k for k, word in enumerate(words) if word.isdigit()) + 1 :]
     variables = {}
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
+    if words[:1] == ["nohup"]:
+        words.pop(0)
     return variables, words[0] if words else "", words[1:]
 
 

@@ -2,8 +2,10 @@
 is not.
 """
 
+import ast
 import json
 import re
+import unicodedata
 
 import matplotlib.pyplot as plt
 import pytest
@@ -11,7 +13,7 @@ from needs import need
 from PIL import Image
 from processes import ROOT
 
-from tools.book import chinese, chinese_figures
+from tools.book import chinese, chinese_figures, comments
 from tools.book.pages import chinese_page, pages
 from tools.book.phrases import PhraseError, Phrases
 
@@ -31,6 +33,11 @@ and `--lr`.
 ```sh
 python 01_snsc.py
 ```
+
+```python
+move()  # moves the weights
+save()  # writes a file
+```
 """
 RING = chinese.slugs(chinese_page(ROOT / "docs/concepts.md"))[5]
 CHINESE = f"""\
@@ -48,6 +55,11 @@ rank 是编号，这里有 3 个进程。见 [环](concepts.md#{RING}) 和 `--lr
 ```sh
 python 01_snsc.py
 ```
+
+```python
+move()  # 更新权重
+save()  # writes a file
+```
 """
 
 
@@ -64,6 +76,7 @@ def edition(monkeypatch, tmp_path):
         ]
     }
     read = chinese.read
+    monkeypatch.setattr(comments, "load", lambda: {"moves the weights": "更新权重"})
 
     def problems(english=ENGLISH, translation=CHINESE):
         texts = {page: english, there: translation}
@@ -78,6 +91,7 @@ def edition(monkeypatch, tmp_path):
 def test_the_edition_is_in_step():
     hashes = chinese.load_hashes()
     assert not [line for page in chinese.english_pages() for line in chinese.check(page, hashes)]
+    assert not chinese.unknown_comments()
 
 
 def test_pages_that_agree_have_no_problem(edition):
@@ -114,6 +128,10 @@ def test_a_removed_english_passage_names_the_translation_left(edition):
         ("`--lr`。", "`--lrate`。", "code: without --lr, with --lrate"),
         (f"#{RING}", "", "links: without docs/zh/concepts.md heading 5"),
         ("python 01_snsc.py", "python 02_snmc_dp.py", "its code or comment differs"),
+        ("move()", "moved()", "differs: expected 'move()  # 更新权重'"),
+        ("更新权重", "改变权重", "differs: expected 'move()  # 更新权重'"),
+        ("更新权重", "moves the weights", "differs: expected 'move()  # 更新权重'"),
+        ("writes a file", "写入文件", "differs: expected 'save()  # writes a file'"),
         ("**首先**", "首先", "bold: without words"),
         ("3 个进程", "4 个进程", "numbers: without 3, with 4"),
         ("## ", "# ", None),
@@ -128,6 +146,86 @@ def test_a_translation_that_lost_something_is_named(edition, old, new, expected)
     assert old in CHINESE
     lines = edition(translation=CHINESE.replace(old, new, 1))
     assert any(expected in line for line in lines), lines
+
+
+def test_a_changed_english_comment_names_its_chinese_block(edition):
+    lines = edition(english=ENGLISH.replace("moves the weights", "moves all weights"))
+    assert any("differs: expected 'move()  # moves all weights'" in line for line in lines), lines
+
+
+def test_a_translation_of_a_comment_that_no_code_has_is_named(monkeypatch):
+    shown = "prints and keeps time, nothing else"
+    monkeypatch.setattr(comments, "load", lambda: {shown: "只计时", "counts sheep": "数羊"})
+    (line,) = chinese.unknown_comments()
+    assert "docs/zh/comments.json: no code of the book has the comment 'counts sheep'" in line
+
+
+CODE = '''\
+def answer():
+    """Return the answer.
+
+    It is the answer
+    to everything:
+
+        answer()  # of this function
+    """
+    # A comment of
+    # two lines.
+    text = "# no comment"  # a string
+    return len(text)  # no translation
+'''
+CODE_IN_CHINESE = '''\
+def answer():
+    """返回答案。
+
+    万事万物的
+    答案：
+
+        answer()  # 本函数的
+    """
+    # 一行注释。
+    text = "# no comment"  # 字符串
+    return len(text)  # no translation
+'''
+
+
+def test_comments_and_docstrings_are_translated_and_code_is_not(monkeypatch):
+    words = {
+        "Return the answer.": "返回答案。",
+        "It is the answer to everything:": "万事万物的\n答案：",
+        "of this function": "本函数的",
+        "A comment of two lines.": "一行注释。",
+        "no comment": "没有注释",
+        "a string": "字符串",
+    }
+    monkeypatch.setattr(comments, "load", lambda: words)
+    assert comments.translate("python", CODE) == CODE_IN_CHINESE
+    assert comments.translate("sh", "ls a#b  # a string\n") == "ls a#b  # 字符串\n"
+    assert comments.translate("text", "ls  # a string\n") == "ls  # a string\n"
+
+
+@pytest.mark.parametrize("path", chinese.quoted_files(), ids=lambda path: path.name)
+def test_a_file_with_translated_comments_is_the_same_program(path):
+    lines = comments.read(path)
+    assert lines != path.read_text().splitlines(), "nothing is translated"
+    assert program("\n".join(lines)) == program(path.read_text())
+    assert not [line for line in lines if width(line) > 100]
+
+
+def program(code):
+    """Return the syntax tree of code without its docstrings."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def width(line):
+    """Return the columns of a line in a terminal, where a Chinese character takes two."""
+    return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in line)
 
 
 def test_done_notes_the_passages_and_shows_the_new_ones(monkeypatch, tmp_path, capsys):

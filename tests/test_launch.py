@@ -186,6 +186,35 @@ def test_a_killed_rank_ends_the_others_and_is_named(launcher, small_folder):
         assert "Signal 9 (SIGKILL)" in err and "rank      : 1 (local_rank: 1)" in err
 
 
+WAIT = """\
+import pathlib, time
+print("started")
+while not pathlib.Path("continue").exists():
+    time.sleep(0.1)
+print("continued")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("survives", [True, False])
+def test_torchrun_under_nohup_survives_its_terminal_without_its_own_sighup(tmp_path, survives):
+    """As docs/launching.md says of a shared server."""
+    (tmp_path / "wait.py").write_text(WAIT)
+    torchrun = [sys.executable, *TORCHRUN, "--standalone"]
+    torchrun += ["--signals-to-handle=SIGTERM,SIGINT"] if survives else []
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(["nohup", *torchrun, "wait.py"], cwd=tmp_path, **pipes)
+    read_until(process, "started")
+    process.send_signal(signal.SIGHUP)
+    if survives:
+        (tmp_path / "continue").touch()
+        code, out, err = finished(process)
+        assert code == 0 and out.count("continued") == 2, err
+    else:
+        code, _, err = finished(process)
+        assert code == 1 and re.search(r"SignalException: Process \d+ got signal: 1", err), err
+
+
 STUCK = """\
 import time, torch
 import torch.distributed as dist

@@ -62,8 +62,12 @@ def read(script):
     return (ROOT / script).read_text().splitlines()
 
 
-def sections(script):
+def sections(script, read=read):
     """Return {section: lines} of a script, in the order of SECTIONS.
+
+    Args:
+        script: name of the file.
+        read: function of the name that returns the lines; the Chinese pages translate comments.
 
     Raises:
         ValueError: a section is missing or out of order.
@@ -79,17 +83,17 @@ def sections(script):
     return lines_of
 
 
-def diff(script):
+def diff(script, read=read):
     """Return the lines of the unified diff between a script and its parent, without the header."""
     return list(difflib.unified_diff(read(STEPS[script].parent), read(script), lineterm=""))[2:]
 
 
-def section_diff(script, names):
+def section_diff(script, names, read=read):
     """Return the lines of the diff between some sections of a script and of its parent, with all
     lines in common.
     """
     old, new = (
-        [line for name in names for line in sections(s)[name]]
+        [line for name in names for line in sections(s, read)[name]]
         for s in (STEPS[script].parent, script)
     )
     return list(difflib.unified_diff(old, new, n=len(old), lineterm=""))[3:]

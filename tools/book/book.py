@@ -29,6 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools import steps
+from tools.book import comments
 from tools.book.pages import BLOCK, chinese_pages, pages
 from tools.book.phrases import Phrases
 from tools.book.tables import TABLES
@@ -41,14 +42,19 @@ class BookError(ValueError):
 
 def render(text, chinese=False):
     """Return the text of a page with all blocks generated again, for a Chinese page with Chinese
-    words.
+    words and comments.
     """
+    read = comments.read if chinese else steps.read
 
     def fill(match):
         begin, kind, argument, _, end = match.groups()
-        if kind not in KINDS:
-            raise BookError(f"<!-- {kind}: {argument} -->: expected one of {', '.join(KINDS)}")
-        block = KINDS[kind](argument)
+        if kind in OF_CODE:
+            block = OF_CODE[kind](argument, read)
+        elif kind in OF_RECORDS:
+            block = OF_RECORDS[kind](argument)
+        else:
+            expected = ", ".join([*OF_CODE, *OF_RECORDS])
+            raise BookError(f"<!-- {kind}: {argument} -->: expected one of {expected}")
         return f"{begin}\n{translated(block) if chinese else block}\n\n{end}"
 
     return BLOCK.sub(fill, text)
@@ -71,6 +77,7 @@ def translated(block):
                 cell if re.fullmatch(r"[-:]+", cell) else words.translate(cell) for cell in cells
             ]
             line = f"| {' | '.join(cells)} |" if line.startswith("|") else cells[0]
+            line = re.sub(r"(?<=\d) %", "%", line)
         lines.append(line)
     return "\n".join(lines).replace("](../", "](../../")
 
@@ -81,20 +88,24 @@ def table(name):
     return TABLES[name]()
 
 
-def diff(argument):
+def diff(argument, read):
     number, *names = argument.split()
-    lines = steps.section_diff(script(number), names) if names else steps.diff(script(number))
+    if names:
+        lines = steps.section_diff(script(number), names, read)
+    else:
+        lines = steps.diff(script(number), read)
     return fenced("diff", "\n".join(lines).strip("\n"))
 
 
-def section(argument):
+def section(argument, read):
     number, name = argument.split()
-    return fenced("python", "\n".join(steps.sections(script(number))[name]).strip("\n"))
+    lines = steps.sections(script(number), read)[name]
+    return fenced("python", "\n".join(lines).strip("\n"))
 
 
-def code(argument):
+def code(argument, read):
     file, name = argument.split()
-    text = (ROOT / file).read_text()
+    text = "\n".join(read(file))
     if name == "docstring":
         return fenced("text", ast.get_docstring(ast.parse(text)))
     for node in ast.walk(ast.parse(text)):
@@ -113,7 +124,8 @@ def output(command):
     return f"On {hardware(runs[-1])}:\n\n{fenced('text', runs[-1]['output'])}"
 
 
-KINDS = {"table": table, "diff": diff, "section": section, "code": code, "output": output}
+OF_CODE = {"diff": diff, "section": section, "code": code}
+OF_RECORDS = {"table": table, "output": output}
 
 
 def script(number):

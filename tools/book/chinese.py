@@ -5,21 +5,22 @@
 
 A passage is a heading, a paragraph, a list item or a row of a table. Each English passage has one
 Chinese passage, in the same order, with the same code, numbers, links and pictures. Code blocks are
-equal; generated blocks come from the same source. docs/zh/in_step.json holds a hash of each English
-passage as it was when its translation was last looked at. The words of generated tables and of
-pictures are in docs/zh/tables.json and docs/zh/labels.json.
+equal, with the comments that docs/zh/comments.json translates; generated blocks come from the same
+source. docs/zh/in_step.json holds a hash of each English passage as it was when its translation was
+last looked at. The words of generated tables and of pictures are in docs/zh/tables.json and
+docs/zh/labels.json.
 """
 
 import argparse
 import base64
 import functools
 import hashlib
-import itertools
 import json
 import os
 import re
 import sys
 from difflib import SequenceMatcher
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from markdown_it import MarkdownIt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tools.book import comments
 from tools.book.pages import BLOCK, chinese_page, notebooks, pages
 from tools.records import ROOT
 
@@ -73,7 +75,7 @@ def passages(text):
             found[-1] = found[-1]._replace(text=f"{found[-1].text} | {token.content}")
         elif token.type in ("inline", "fence", "code_block", "html_block"):
             kind = "/".join(around) if token.type == "inline" else token.type
-            found.append(Passage(kind, f"{token.info}{token.content}".strip(), line))
+            found.append(Passage(kind, f"{token.info}\n{token.content}".strip(), line))
     return found
 
 
@@ -166,7 +168,8 @@ def differences(english, chinese, page):
     line for each kind.
     """
     if not is_prose(english):
-        return [] if english.text == chinese.text else ["its code or comment differs"]
+        expected = translated_code(english)
+        return [] if expected == chinese.text else [first_difference(expected, chinese.text)]
     # the text of a notebook is shown in the notebook
     there = page if page.suffix == ".ipynb" else chinese_page(page)
     expected, given = contents(english, translated_target, page), contents(chinese, target, there)
@@ -178,6 +181,20 @@ def differences(english, chinese, page):
         for kind in expected
         if expected[kind] != given[kind]
     ]
+
+
+def translated_code(passage):
+    """Return the text of a code block or an HTML comment in a translation."""
+    language, _, code = passage.text.partition("\n")
+    if passage.kind != "fence":
+        return passage.text
+    return f"{language}\n{comments.translate(language, code)}"
+
+
+def first_difference(expected, given):
+    lines = zip_longest(expected.splitlines(), given.splitlines(), fillvalue="nothing")
+    line = next(line for line, other in lines if line != other)
+    return f"its code or comment differs: expected {line.strip()!r}"
 
 
 def list_of(names):
@@ -209,6 +226,31 @@ def check(page, hashes):
     )
 
 
+def unknown_comments():
+    """Return a line for each translation of a comment that no code of the book has."""
+    known = set()
+    for page in english_pages():
+        text = read(page)
+        for passage in passages(text):
+            if passage.kind == "fence":
+                language, _, code = passage.text.partition("\n")
+                known |= {comment.text for comment in comments.find(language, code)}
+    for file in quoted_files():
+        known |= {comment.text for comment in comments.find("python", file.read_text())}
+    return [
+        f"docs/zh/comments.json: no code of the book has the comment {text!r}: remove or mend it"
+        for text in comments.load()
+        if text not in known
+    ]
+
+
+def quoted_files():
+    """Return the paths of the files whose code the generated blocks show."""
+    blocks = [block for page in pages() for block in BLOCK.findall(page.read_text())]
+    files = {argument.split()[0] for _, kind, argument, _, _ in blocks if kind == "code"}
+    return [*ROOT.glob("0*.py"), *(ROOT / file for file in sorted(files))]
+
+
 def place(page, passage):
     return f"{page.relative_to(ROOT)}:{passage.line}"
 
@@ -223,7 +265,7 @@ def structure(page, english, chinese):
     Empty if there is none.
     """
     end = Passage("end of the page", "", english[-1].line)
-    for a, b in itertools.zip_longest(english, chinese, fillvalue=end):
+    for a, b in zip_longest(english, chinese, fillvalue=end):
         if a.kind != b.kind:
             expected = f"expected {a.kind} as at {place(page, a)}: {start_of(a)}"
             return [f"{place(chinese_page(page), b)}: {b.kind}, {expected}"]
@@ -336,6 +378,7 @@ def main(args):
         return 0
     hashes = load_hashes()
     found = [line for page in english_pages() for line in check(page, hashes)]
+    found += unknown_comments()
     print(*found, sep="\n", end="\n" if found else "")
     return bool(found)
 
