@@ -198,14 +198,17 @@ def fingerprint(name):
     import hashlib
     import json
 
-    # these draw two
-    notebook = {"goodput": "scaling", "syncbn_published": "syncbn"}.get(name, name)
+    # these draw several
+    drawn = {"goodput": "scaling", "planning": "scaling", "syncbn_published": "syncbn"}
+    notebook = drawn.get(name, name)
     cells = json.loads((ROOT / f"notebooks/{notebook}.ipynb").read_text())["cells"]
     code = "".join(line for cell in cells if cell["cell_type"] == "code" for line in cell["source"])
     sources = [Path(__file__), ROOT / "results/published.json"]
     sources.append(records.RESULTS / notebook / f"{MACHINE}.jsonl")
     if notebook == "scaling":
-        sources += [ROOT / f"tools/book/{module}.py" for module in ("step_model", "goodput")]
+        sources += [
+            ROOT / f"tools/book/{module}.py" for module in ("layers", "step_model", "goodput")
+        ]
     return hashlib.sha256(
         code.encode() + b"".join(path.read_bytes() for path in sources)
     ).hexdigest()[:16]

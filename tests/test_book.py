@@ -444,6 +444,7 @@ ELSEWHERE = {  # what other tests run, in sizes of their own
     },
     "tools/experiments.py": "test_experiments.py",
     "launch/preflight.py": "test_preflight.py",
+    "tools/plan.py": "test_plan.py",
 }
 
 

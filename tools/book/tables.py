@@ -513,21 +513,24 @@ def torchrun():
 
 
 def planning():
-    """The efficiencies that others have published, beside those of the planning model."""
+    """The efficiencies that others have published, beside the band of the planning model."""
     rows = []
     for name, run in published()["scaling"].items():
-        gpus = f"{run['devices']}, {run['gpus_per_node']} per node"
-        calculated = step_model.published_efficiency(run)
+        band = step_model.published_band(run)
+        error = round(100 * step_model.distance(run["efficiency"], band), 1)
         rows.append(
             (
                 name,
-                gpus,
-                f"{run['network_gbits']} Gbit/s",
+                f"{run['devices']}, {run['gpus_per_node']} per node",
+                f"{run['network_gbits']} Gbit/s" if run["network_gbits"] else "one node",
                 f"{run['efficiency']:.0%}",
-                f"{calculated:.0%}",
+                f"{band[0]:.0%} to {band[1]:.0%}",
+                f"{error:+.1f}" if error else "0",
             )
         )
-    return table(("run", "GPUs", "network of a node", "published", "calculated"), rows)
+    return table(
+        ("run", "GPUs", "network of a node", "published", "model", "outside, in points"), rows
+    )
 
 
 TABLES = (

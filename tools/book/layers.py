@@ -1,0 +1,84 @@
+"""Read from a torchvision model in which order its gradients become ready, and how long each takes.
+
+The model is built on the meta device: no memory, no time, no weights.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torchvision
+from torch import nn
+
+from common.errors import UserError
+
+COUNTED = (nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
+BYTES = 4  # per gradient, in float32
+
+
+class Layer(NamedTuple):
+    """A layer with weights. Its backward pass takes twice its multiply-adds."""
+
+    gradients: int  # bytes
+    multiply_adds: int  # of the forward pass, per image
+
+
+@functools.cache
+def torchvision_layers(name):
+    """Return the layers of a torchvision model of images, the last first, as the backward pass
+    reaches them.
+
+    Raises:
+        UserError: there is no such model, or its order cannot be read; see layers_of.
+    """
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise UserError(f"{name}: no such model of images in torchvision; try resnet50")
+    options = {}
+    if name in ("googlenet", "inception_v3"):  # without their second output for training
+        options = {"aux_logits": False, "init_weights": False}
+    try:
+        with torch.device("meta"):
+            model = torchvision.models.get_model(name, **options)
+    except NotImplementedError:  # RegNets compute their widths with real tensors
+        model = torchvision.models.get_model(name, **options).to("meta")
+    side = 299 if name == "inception_v3" else 224
+    return layers_of(model, torch.empty(1, 3, side, side, device="meta"), name)
+
+
+def layers_of(model, images, name):
+    """Return the layers of a model in the order of its backward pass: that of the forward pass
+    reversed.
+
+    Args:
+        model: nn.Module on the meta device, which takes `images` and returns one tensor.
+        name: of the model, for errors.
+
+    Raises:
+        UserError: the model returns more than a tensor, or has weights in other kinds of layers,
+            for example an attention's.
+    """
+    layers = []
+
+    def note(module, _, output):
+        gradients = BYTES * sum(weight.numel() for weight in module.parameters())
+        # each number of the output is a sum over one row of the weights
+        layers.append(Layer(gradients, output.numel() * module.weight[0].numel()))
+
+    hooks = [
+        module.register_forward_hook(note)
+        for module in model.modules()
+        if isinstance(module, COUNTED) and module.weight is not None
+    ]
+    with torch.no_grad():
+        output = model.eval()(images)
+    for hook in hooks:
+        hook.remove()
+    if not isinstance(output, torch.Tensor):
+        raise UserError(f"{name}: returns a {type(output).__name__}, expected one tensor")
+    weights = BYTES * sum(weight.numel() for weight in model.parameters())
+    if sum(layer.gradients for layer in layers) != weights:
+        raise UserError(
+            f"{name}: has weights outside of convolutions, linear layers and norms, or uses a "
+            f"layer twice, so the order of its {weights / 1e6:.0f} MB of gradients is not known"
+        )
+    return tuple(reversed(layers))

@@ -1,0 +1,183 @@
+"""Plan a data-parallel training: its speed on many GPUs, and how often to save.
+
+    python tools/plan.py --gpus 64 --step-ms 180 --gradients-mb 440 --network-gbit 100
+
+Measure --step-ms on one GPU. The models are in tools/book/step_model.py and tools/book/goodput.py;
+docs/performance.md compares them with published results.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.errors import UserError, one_line_errors
+from common.flags import Parser, number, whole_number
+from tools.book import goodput, step_model
+from tools.book.layers import torchvision_layers
+
+HOUR = 3600
+
+
+def parse_args():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--gpus", type=whole_number(1), required=True, metavar="N", help="of all machines together")
+    add(
+        "--gpus-per-machine", type=whole_number(1), default=8, metavar="N", help="GPUs of a machine"
+    )
+    add(
+        "--step-ms",
+        type=number(above=0),
+        required=True,
+        metavar="MS",
+        help="a training step of one GPU alone",
+    )
+    gradients = parser.add_mutually_exclusive_group(required=True)
+    gradients.add_argument(
+        "--gradients-mb",
+        type=number(above=0),
+        metavar="MB",
+        help="4 bytes per weight in float32; assumed to become ready evenly",
+    )
+    gradients.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a torchvision model instead, whose gradients become ready layer by layer",
+    )
+    add(
+        "--network-gbit",
+        type=number(above=0),
+        required=True,
+        metavar="GBIT",
+        help="of all network cards of a machine together, per second",
+    )
+    add(
+        "--inside-gbytes",
+        type=number(above=0),
+        default=240,
+        metavar="GB",
+        help="between the GPUs of a machine, per second: 10 for PCIe, 240 for an A100's NVLink",
+    )
+    add(
+        "--batch-size",
+        type=whole_number(1),
+        metavar="N",
+        help="images per GPU and training step, to print images per second",
+    )
+    add(
+        "--jitter-percent",
+        type=number(),
+        default=100 * step_model.SPREAD,
+        metavar="X",
+        help="standard deviation of the step time between GPUs",
+    )
+    add(
+        "--hours-between-failures",
+        type=number(above=0),
+        metavar="H",
+        help="of one GPU; without it, the range of three published clusters",
+    )
+    add(
+        "--save-seconds",
+        type=number(above=0),
+        default=10,
+        metavar="S",
+        help="for which a checkpoint stops the training",
+    )
+    add(
+        "--write-seconds",
+        type=number(),
+        default=0,
+        metavar="S",
+        help="after that until the checkpoint is on the disk, written in the background",
+    )
+    add(
+        "--restart-minutes",
+        type=number(),
+        default=5,
+        metavar="M",
+        help="from a failure until the job trains again",
+    )
+    return parser.parse_args()
+
+
+def training_step(args):
+    """Return (Step of one GPU, how its gradients become ready)."""
+    seconds = args.step_ms / 1000
+    if args.model is None:
+        return step_model.even_step(seconds, args.gradients_mb * 1e6), "evenly"
+    try:
+        layers = torchvision_layers(args.model)
+    except UserError as error:
+        raise UserError(f"--model {error}; give --gradients-mb instead") from None
+    return step_model.layered_step(seconds, layers), f"as in {args.model}"
+
+
+def speed(args):
+    """Return the lines about speed."""
+    step, order = training_step(args)
+    cluster = step_model.Cluster(
+        args.gpus_per_machine, args.network_gbit * 1e9 / 8, args.inside_gbytes * 1e9
+    )
+    band = step_model.efficiency_band(step, args.gpus, cluster, args.jitter_percent / 100)
+    slow, fast = (step.total / efficiency for efficiency in band)
+    lines = [
+        f"GPUs:           {args.gpus}, {min(args.gpus, args.gpus_per_machine)} per machine, with "
+        f"{args.network_gbit:g} Gbit/s",
+        f"gradients:      {sum(step.buckets) / 1e6:.0f} MB, ready {order}",
+        f"efficiency:     {100 * band[0]:.0f} % to {100 * band[1]:.0f} %, "
+        "without and with perfect overlap",
+        f"training step:  {1000 * slow:.0f} to {1000 * fast:.0f} ms",
+    ]
+    if args.batch_size:
+        images = args.gpus * args.batch_size
+        lines.append(f"images/s:       {images / slow:.0f} to {images / fast:.0f}")
+    return lines
+
+
+def saving(args):
+    """Return the lines about failures and checkpoints."""
+    lifetimes = goodput.gpu_lifetimes().values()
+    if args.hours_between_failures is not None:
+        lifetimes = [args.hours_between_failures * HOUR]
+    failures = []
+    intervals = []
+    shares = []
+    for lifetime in (min(lifetimes), max(lifetimes)):
+        mtbf = goodput.job_mtbf(lifetime, args.gpus)
+        # 06 skips a checkpoint while it still writes the one before
+        interval = max(goodput.daly_interval(mtbf, args.save_seconds), args.write_seconds)
+        share = goodput.goodput(
+            interval, mtbf, args.save_seconds, 60 * args.restart_minutes, args.write_seconds
+        )
+        failures.append(duration(mtbf))
+        intervals.append(duration(interval))
+        shares.append(f"{100 * share:.1f} %")
+    return [
+        f"failure every:  {between(failures)}",
+        f"save every:     {between(intervals)}",
+        f"goodput:        {between(shares)}",
+    ]
+
+
+def duration(seconds):
+    """Format a time: in minutes below two hours, else in hours."""
+    hours = seconds / HOUR
+    if hours < 2:
+        return f"{60 * hours:.0f} minutes"
+    return f"{hours:.1f} hours" if hours < 10 else f"{hours:.0f} hours"
+
+
+def between(texts):
+    """Format a range of two texts, or the text if they are equal."""
+    return " to ".join(dict.fromkeys(texts))
+
+
+def main(args):
+    print("\n".join([*speed(args), *saving(args)]))
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(parse_args())
