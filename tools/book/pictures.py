@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from charts import BLUE, GREEN, GREY, ORANGE, PURPLE
+from charts import BLUE, GREEN, GREY, ORANGE, PUBLISHED, PURPLE
 
 from tools import records
 from tools.book import chinese_figures
@@ -420,18 +420,36 @@ def draw_trace():
     return fig
 
 
+def draw_resnet20():
+    """Draw the accuracy of ResNet-20 in its first ten epochs, beside the published log."""
+    runs = records.records("resnet20")
+    known = records.published()["cifar_resnet20"]
+    names = {"train_acc": "accuracy in training (%)", "test_acc": "accuracy on the test set (%)"}
+    fig, axes = plt.subplots(1, 2, figsize=(7.5, 3), layout="constrained", sharey=True)
+    for ax, (key, name) in zip(axes, names.items(), strict=True):
+        epochs = range(1, len(known[key]) + 1)
+        ax.plot(epochs, known[key], label="GluonCV, published", **PUBLISHED)
+        for processes, color, marker in ((1, BLUE, "o"), (2, ORANGE, "s")):
+            points = [(r["epoch"], r[key]) for r in runs if r["world_size"] == processes]
+            label = "01, one process" if processes == 1 else "03, two processes"
+            ax.plot(*zip(*points, strict=True), color=color, marker=marker, label=label)
+        ax.set(xlabel="epoch", ylabel=name, xticks=epochs)
+    axes[0].legend(loc="lower right")
+    return fig
+
+
 PICTURES = {
     "ranks": draw_ranks,
     "collectives": draw_collectives,
     "ring": draw_ring,
     "overlap": draw_overlap,
 }
-PICTURES |= {"trace": draw_trace}
+PICTURES |= {"trace": draw_trace, "resnet20": draw_resnet20}
 
 
 def fingerprint():
     """Return a hash of the sources of the pictures. A picture with a different hash is stale."""
-    sources = [*SOURCES, *sorted((ROOT / "results/trace").glob("*.jsonl"))]
+    sources = [*SOURCES, *(path for name in ("trace", "resnet20") for path in records.files(name))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 

@@ -16,6 +16,8 @@ from tools import steps
 from tools.book import step_model, translations
 from tools.records import ROOT, checkpoint_cost, group, hardware, published, records, select, spread
 
+EPOCHS = (1, 5, 10)  # in the table of ResNet-20
+
 LADDER = [  # script, what it adds, command, when to use it
     ("01_snsc.py", "one device, plain PyTorch", "python 01_snsc.py", "one GPU is enough"),
     (
@@ -129,6 +131,26 @@ def cifar10():
         )
 
     return by_hardware(select(published_setting(), world_size=1), render)
+
+
+def cifar_resnet20():
+    """Make the table of ResNet-20 on CIFAR-10: the published log, one process and two."""
+
+    def render(runs):
+        known = published()["cifar_resnet20"]
+        rows = []
+        for name, key in (("train", "train_acc"), ("test", "test_acc")):
+            rows.append(
+                (f"{name}, published", *(f"{known[key][epoch - 1]:.1f}" for epoch in EPOCHS))
+            )
+            for processes in (1, 2):
+                same = [run for run in runs if run["world_size"] == processes]
+                values = {run["epoch"]: f"{run[key]:.1f}" for run in same}
+                script = "`01`" if processes == 1 else "`03`, two processes"
+                rows.append((f"{name}, {script}", *(values[epoch] for epoch in EPOCHS)))
+        return table(("accuracy in % after epoch", *EPOCHS), rows)
+
+    return by_hardware(records("resnet20"), render)
 
 
 def published_setting():
@@ -536,6 +558,7 @@ def planning():
 TABLES = (
     ladder,
     cifar10,
+    cifar_resnet20,
     accuracy,
     first_runs,
     input,
