@@ -1,4 +1,4 @@
-# `make demo` trains a model. `make test` checks the code.
+# `make demo` trains a model twice. `make test` checks the code.
 # The first run of each installs the packages in .venv; later runs start at once.
 
 PYTHON ?= python3
@@ -15,15 +15,12 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest --dist loadfile
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
-demo: $(VENV)/ready  ## train 01_snsc.py on drawn shapes: two to six minutes on two cores
-	$(RUN) 01_snsc.py --epochs 4 --limit 16000
+demo: $(VENV)/ready  ## train with one process, then with two, and compare: a minute on two cores
+	$(RUN) tools/demo.py
 	@echo
-	@echo "Next: $(RUN) 02_snmc_dp.py --limit 16000   the same with DataParallel"
-	@echo "      $(VENV)/bin/torchrun --nproc-per-node=2 03_mnmc_ddp_launch.py --limit 16000"
-	@echo "                                                     the same with two processes, one per GPU or core"
-	@echo "      $(RUN) 01_snsc.py                    all 50000 shapes, 5 epochs"
-	@echo "      $(RUN) 01_snsc.py --help             other data sets, models and settings"
-	@echo "      docs/01_snsc.md                                what happened, and what to read next"
+	@echo "Next: $(RUN) 01_snsc.py         all 50000 shapes, a larger model, 5 epochs"
+	@echo "      $(RUN) 01_snsc.py --help  other data sets, models and settings"
+	@echo "      docs/01_snsc.md                     what happened, and what to read next"
 
 test: $(VENV)/ready-dev  ## run the quick tests: about five minutes on two cores
 	$(PYTEST) -n 2 -m "not slow"

@@ -7,13 +7,15 @@ import re
 import statistics
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 from images import write_images
 from needs import need
 from processes import ROOT, start
 
-from tools import steps
+from tools import demo, steps
 from tools.bench import ddp as bench_ddp
 from tools.bench import rendezvous as bench_rendezvous
 from tools.mutants import listed
@@ -30,6 +32,42 @@ def make(*arguments, cwd=ROOT, env=None):
         capture_output=True,
         text=True,
     )
+
+
+def test_the_demo_compares_the_records_of_both_runs(monkeypatch, capsys):
+    """One run of 01 and one of 03 with two processes, with the same images per step."""
+    commands = []
+    records = []
+
+    def run(command, original=demo.run):
+        commands.append(command)
+        records.append(original(command))
+        return records[-1]
+
+    monkeypatch.setattr(demo, "run", run)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    demo.main(SimpleNamespace(epochs=1, limit=512))
+    assert "--batch-size 256" in commands[0] and "--batch-size 128" in commands[1]
+    out = capsys.readouterr().out
+    assert re.search(r"^processes +1 +2$", out, re.M)
+    assert re.search(r"^images per process and step +256 +128$", out, re.M)
+    for name, key in (("loss in training", "train_loss"), ("loss on the test set", "test_loss")):
+        printed = re.search(rf"^{name} +([\d.]+) +([\d.]+)$", out, re.M).groups()
+        assert printed == tuple(f"{record[key]:.3f}" for record in records)
+    assert [record["script"][:2] for record in records] == ["01", "03"]
+
+
+def test_a_run_of_the_demo_that_fails_ends_it(capsys):
+    with pytest.raises(SystemExit) as error:
+        demo.run("python 01_snsc.py --arch no_such_model")
+    assert error.value.code == 2
+    assert "exit code 2 of: python 01_snsc.py --arch no_such_model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 2), (1, 1), (2, 2), (3, 2), (4, 4), (16, 8)])
+def test_the_demo_uses_the_gpus_that_divide_its_batch(gpus, processes):
+    assert demo.count_processes(gpus) == processes
 
 
 # Makefile
