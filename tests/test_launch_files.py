@@ -465,6 +465,8 @@ def test_the_image_holds_all_that_the_jobs_need(tmp_path):
     lines = (LAUNCH / "kubernetes/Dockerfile").read_text().splitlines()
     assert any(re.fullmatch(r"FROM python:3\.\d+-slim", line) for line in lines)
     assert "RUN pip install --no-cache-dir --requirement requirements.txt" in lines
+    installed = next(line for line in lines if line.startswith("RUN apt-get"))
+    assert {"libibverbs1", "ibverbs-providers", "g++"} <= set(installed.split())
     for *names, target in (line.split()[1:] for line in lines if line.startswith("COPY ")):
         for path in (path for name in names for path in ROOT.glob(name)):
             copy = shutil.copytree if path.is_dir() else shutil.copy

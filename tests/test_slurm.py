@@ -113,6 +113,23 @@ def test_the_shell_of_an_sbatch_file_is_one_process_and_says_so(slurm, copy):
 
 
 @pytest.mark.slow
+def test_srun_inherits_cores_per_task_but_in_two_releases(slurm, tmp_path):
+    """Two tasks of four cores do not fit on four cores, and tasks of one core do."""
+    lines = [
+        "srun -n2 true; echo alone $?",
+        'srun -n2 --cpus-per-task="$SLURM_CPUS_PER_TASK" true; echo repeated $?',
+        "SRUN_CPUS_PER_TASK=4 srun -n2 true; echo exported $?",
+    ]
+    job = slurm.sbatch(batch(tmp_path, *lines, options="-N1 -n1 --cpus-per-task=4"))
+    assert slurm.wait(job) == ("COMPLETED", 0)
+    found = dict(re.findall(r"^(alone|repeated|exported) (\d)$", slurm.output(job), re.M))
+    release = re.search(r"(\d+\.\d+)\.", slurm.run("srun", "--version").stdout)[1]
+    inherits = release not in ("22.05", "23.02")
+    # Where srun inherits, the variable changes nothing: four cores per task either way.
+    assert found == {"alone": str(int(inherits)), "repeated": "1", "exported": "1"}, release
+
+
+@pytest.mark.slow
 def test_two_jobs_at_once_on_one_machine_do_not_meet(slurm, holding):
     jobs = [
         slurm.popen("srun", "-n2", "-w", "n01", "python", "train.py", cwd=holding) for _ in range(2)
