@@ -79,7 +79,7 @@ def test_flags_stand_in_the_commands_that_they_change(monkeypatch, capsys, tmp_p
     wanted = {"--data-dir": tmp_path, "--arch": "mnist_net", "--limit": 77, "--epochs": 3}
     given = [part for flag in wanted.items() for part in flag]
     # How many of these flags change each command of an experiment
-    taken = {"accuracy": 4, "syncbn": 4, "speed": 2, "scaling": 2}
+    taken = {"accuracy": 4, "syncbn": 4, "speed": 2, "scaling": 2, "resnet20": 4}
     for name in experiments.EXPERIMENTS:
         changed = [f" {flag} {value} " for flag, value in list(wanted.items())[: taken[name]]]
         for command in commands(name, LAPTOP):
@@ -161,6 +161,13 @@ def test_threads_are_set_on_cpus_and_left_alone_on_gpus():
     assert not [c for c in commands("speed", BOX) if "OMP_NUM_THREADS" in c]
 
 
+def test_resnet20_has_one_global_batch_on_any_number_of_processes():
+    one, two = commands("resnet20", LAPTOP)
+    assert one.startswith("python 01_snsc.py ") and " --batch-size 128 " in one
+    assert "03_mnmc_ddp_launch.py " in two and " --batch-size 64 " in two
+    assert all(" --lr 0.1 --lr-scaling none " in command for command in (one, two))
+
+
 def test_the_ladders_of_accuracy_differ_in_what_they_are_about():
     plan = commands("accuracy", LAPTOP, "--processes", 1, 16)
     one, published, scaled, same = plan
@@ -234,9 +241,10 @@ def test_a_wrong_name_is_answered_with_those_that_will_do(capsys):
     for given, expected in (
         (
             ["sped"],
-            "sped: no such experiment, expected one or more of speed, syncbn, accuracy, scaling",
+            "sped: no such experiment, expected one or more of speed, syncbn, "
+            "resnet20, accuracy, scaling",
         ),
-        ([], "name one or more of speed, syncbn, accuracy, scaling, or see --list"),
+        ([], "name one or more of speed, syncbn, resnet20, accuracy, scaling, or see --list"),
         (
             ["speed", "--machine", "../mine"],
             "argument --machine: '../mine' given, expected letters, digits",

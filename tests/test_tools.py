@@ -6,8 +6,8 @@ import os
 import re
 import statistics
 import subprocess
+import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ def make(*arguments, cwd=ROOT, env=None):
     )
 
 
+@pytest.mark.flags("tools/demo.py", "--epochs", "--limit")
 def test_the_demo_compares_the_records_of_both_runs(monkeypatch, capsys):
     """One run of 01 and one of 03 with two processes, with the same images per step."""
     commands = []
@@ -47,7 +48,9 @@ def test_the_demo_compares_the_records_of_both_runs(monkeypatch, capsys):
     monkeypatch.setattr(demo, "run", run)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    demo.main(SimpleNamespace(epochs=1, limit=512))
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--epochs", "1", "--limit", "512"])
+    demo.main(demo.parse_args())
+    assert all(" --limit 512 --epochs 1 " in command for command in commands)
     assert "--batch-size 256" in commands[0] and "--batch-size 128" in commands[1]
     out = capsys.readouterr().out
     assert re.search(r"^processes +1 +2$", out, re.M)
