@@ -5,7 +5,15 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from common.errors import UserError
-from common.images import MEAN, STD, check_classes, find_splits, list_images, read_image
+from common.images import (
+    MEAN,
+    STD,
+    check_classes,
+    find_splits,
+    list_images,
+    read_image,
+    split_command,
+)
 from common.memory import MemoryImages, choose
 
 SMALL_SIDE = 64  # pixels: images up to this size, all of one size, are held in memory
@@ -56,10 +64,12 @@ def load_folder(args):
     train_root, test_root = find_splits(args.data_dir)
     if train_root is None or test_root is None:
         missing = "train/" if train_root is None else "val/ or test/"
-        raise UserError(
+        message = (
             f"--data-dir {args.data_dir} has no {missing}: "
             "expected train/CLASS/*.jpg and val/CLASS/*.jpg (or test/)"
         )
+        command = split_command(args.data_dir)
+        raise UserError(f"{message}; to split its class folders: {command}" if command else message)
     train = Photographs(train_root, args.augment)
     test = Photographs(test_root, random_crops=False)
     check_classes(train, test)

@@ -1,10 +1,13 @@
 """Image files: how every script lists them and reads them."""
 
 import os
+import shlex
+from pathlib import Path
 
 import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
@@ -13,6 +16,7 @@ from common.errors import UserError, one_line
 # Mean and deviation of the channels of ImageNet's training images, on a scale of 0 to 255.
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
+SPLITTER = Path(__file__).resolve().parent.parent / "tools/prepare_imagenet.py"
 
 
 def find_splits(root):
@@ -26,6 +30,25 @@ def find_splits(root):
         return folder if os.path.isdir(folder) else None
 
     return existing("train"), existing("val") or existing("test")
+
+
+def split_command(root):
+    """Return the command that splits class folders into train/ and val/.
+
+    Return None if `root` is no folder of two or more class folders with images.
+    """
+    folders = [path for path in Path(root).glob("*") if path.is_dir()]
+    if len(folders) < 2 or not all(map(has_images, folders)):
+        return None
+    source = os.path.normpath(root)
+    if os.path.basename(source) in (".", ".."):  # no name from which to make another one
+        source = os.path.abspath(source)
+    tool = os.path.relpath(SPLITTER)
+    return shlex.join(["python", tool, source, f"{source}-split", "--val-share", "0.1"])
+
+
+def has_images(folder):
+    return any(path.suffix.lower() in IMG_EXTENSIONS for path in folder.glob("*"))
 
 
 def list_images(root):

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from common.errors import UserError
-from common.images import check_classes, find_splits, list_images, read_image
+from common.images import check_classes, find_splits, list_images, read_image, split_command
 
 IGNORED = -100  # the target that nn.CrossEntropyLoss ignores
 MAX_TRIES = 10  # how many images in a row may be unreadable
@@ -158,10 +158,11 @@ def find_folders(train, val):
         found = f"{val} is not a folder"
     else:
         return train, val
-    raise UserError(
-        f"{found}: expected validation images in class folders; "
-        "name their folder with --val-path DIR"
-    )
+    remedy = "name their folder with --val-path DIR"
+    command = split_command(root)
+    if command:
+        remedy = f"{remedy}, or split {root}: {command}"
+    raise UserError(f"{found}: expected validation images in class folders; {remedy}")
 
 
 def unused_test_folder(train, val):

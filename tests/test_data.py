@@ -30,7 +30,7 @@ from torchvision.transforms import functional as F
 
 from common import data, folder
 from common.errors import UserError
-from common.images import read_image
+from common.images import read_image, split_command
 from common.memory import MemoryImages, choose
 
 CPU = torch.device("cpu")
@@ -448,6 +448,20 @@ def test_a_folder_without_classes_is_named(tmp_path):
     (tmp_path / "val").mkdir()
     with pytest.raises(UserError, match=r"train has no class folders: expected .*train/CLASS"):
         data.build_datasets(flags("--dataset", "folder", "--data-dir", tmp_path))
+
+
+def test_class_folders_without_train_and_val_get_the_command_that_splits_them(tmp_path):
+    write_images(tmp_path, "animals", (8, 8), per_class=2)
+
+    def message():
+        with pytest.raises(UserError) as error:
+            data.build_datasets(flags("--dataset", "folder", "--data-dir", tmp_path / "animals"))
+        return str(error.value)
+
+    assert message().endswith(split_command(tmp_path / "animals"))
+    assert "/animals-split --val-share 0.1" in message()
+    (tmp_path / "animals/fox").mkdir()  # which tools/prepare_imagenet.py would refuse
+    assert message().endswith("and val/CLASS/*.jpg (or test/)")
 
 
 def test_no_image_of_a_limited_run_is_read_twice(tmp_path):

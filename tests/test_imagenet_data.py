@@ -10,7 +10,7 @@ from images import cut_off, write_images
 from PIL import Image
 
 from common.errors import UserError
-from common.images import list_images
+from common.images import list_images, split_command
 from imagenet import datasets, loader
 from imagenet.datasets import IGNORED, Images, build_datasets, find_folders
 from imagenet.loader import build_normalize
@@ -74,6 +74,19 @@ def test_validation_images_lie_beside_or_where_val_path_says(one_each, tmp_path)
     (tmp_path / "test/val").rmdir()
     with pytest.raises(UserError, match=r"class 00 is only in .*expected the same classes in"):
         build_datasets(parse_06(one_each, "--val-path", tmp_path / "test"))
+
+
+def test_06_names_the_command_that_splits_class_folders(one_each, tmp_path):
+    write_images(tmp_path, "animals", (8, 8), per_class=2)
+    animals = str(tmp_path / "animals")
+    with pytest.raises(UserError) as error:
+        find_folders(animals, None)
+    remedy = f"; name their folder with --val-path DIR, or split {animals}: "
+    assert str(error.value).endswith(remedy + split_command(animals))
+    assert find_folders(animals, str(one_each / "val")) == (animals, str(one_each / "val"))
+    half = write_images(tmp_path / "half", "train", (8, 8), per_class=1)
+    with pytest.raises(UserError, match=r"; name their folder with --val-path DIR$"):
+        find_folders(str(half), None)
 
 
 def test_a_crop_depends_on_seed_epoch_and_image_alone(one_each):

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import scipy.io
+from imagenet_runs import parse_06
 from PIL import Image
 from processes import ROOT
 
 from common.errors import UserError
+from common.images import split_command
+from imagenet.datasets import find_folders
 from tools import prepare_imagenet as prepare
 
 
@@ -67,6 +71,35 @@ def test_class_folders_are_split_by_name(flowers, tmp_path, monkeypatch):
     (flowers / "rose/new.jpg").write_bytes(photo())
     run(monkeypatch, flowers, tmp_path / "b", "--val-share", 0.25)
     assert before.items() <= files(tmp_path / "b").items()
+
+
+def test_the_command_for_class_folders_can_be_typed_as_it_is(flowers, tmp_path, monkeypatch):
+    """Also with a space in the name, from another folder, and for the folder in which one is."""
+    photographs = flowers.rename(tmp_path / "my photographs")
+    for folder, root in ((tmp_path, "my photographs/"), (photographs, ".")):
+        monkeypatch.chdir(folder)
+        _, tool, *words = shlex.split(split_command(root))
+        assert os.path.samefile(tool, prepare.__file__)
+        run(monkeypatch, *words)
+        assert find_folders(words[1], None) == (f"{words[1]}/train", f"{words[1]}/val")
+        shutil.rmtree(words[1])
+    assert words[0] == str(photographs)
+
+
+def test_the_next_command_starts_from_trained_weights_for_few_images(
+    flowers, tmp_path, monkeypatch, capsys
+):
+    target = tmp_path / "new photographs"
+    run(monkeypatch, flowers, target, "--val-share", 0.25)
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("next: python 06_imagenet.py ")
+    args = parse_06(*shlex.split(line)[3:])
+    assert (args.train_path, args.new_head) == (str(target), True)
+    assert args.weights == "torchvision:DEFAULT" and args.epochs == 10
+    command = line.removeprefix("next: ").replace(f"'{target}'", "data/flowers")
+    assert command in (ROOT / "docs/06_imagenet.md").read_text()
+    imagenet = prepare.next_command("data/imagenet", 1_281_167)
+    assert imagenet == "python 06_imagenet.py data/imagenet @recipes/resnet18.args"
 
 
 def test_a_folder_with_train_and_val_keeps_its_splits(flowers, tmp_path, monkeypatch):

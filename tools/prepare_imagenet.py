@@ -19,6 +19,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import shutil
 import sys
 import tarfile
@@ -44,6 +45,7 @@ SAMPLE = 32  # images that are prepared to estimate the space for all
 # what a damaged image raises
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 CHUNK = 256  # images per task of a process
+FEW = 100_000  # training images: with fewer, start from trained weights
 
 
 class Item(NamedTuple):
@@ -149,7 +151,15 @@ def main(args):
             f"none of {damaged} images can be read: "
             f"expected JPEG, PNG or other images; {SETTINGS} stays"
         )
-    print(f"next: python 06_imagenet.py {target} @recipes/resnet18.args")
+    print(f"next: {next_command(target, splits['train'])}")
+
+
+def next_command(target, count):
+    """Return the command that trains on `count` images, as docs/06_imagenet.md shows it."""
+    flags = "@recipes/resnet18.args"
+    if count < FEW:
+        flags = "--arch resnet50 --weights torchvision:DEFAULT --new-head --epochs 10 --lr 0.01"
+    return f"python 06_imagenet.py {shlex.quote(str(target))} {flags}"
 
 
 def find_items(source, val_share):

@@ -424,6 +424,13 @@ def many_ranks():
     return by_hardware(select(records("ranks"), what="06"), render)
 
 
+FLOWERS = "flowers_resnet34"
+REMARKS = {  # on the published accuracy of a recipe
+    "botnet50": "a model of 20.859 M",
+    FLOWERS: "5 classes of flowers",
+}
+
+
 def recipes():
     """Make the table of the recipes: what each sets, and the accuracy its authors published."""
     head = (
@@ -433,31 +440,45 @@ def recipes():
         "global batch",
         "`--lr`",
         "epochs",
-        "published top-1 (%)",
-        "top-5 (%)",
+        "published top-1, top-5 (%)",
+        "here",
     )
-    known = published()["imagenet"]["recipes"]
+    known = dict(published()["imagenet"]["recipes"])
+    known[FLOWERS] = published()["syncbn"]["accuracy"]["one GPU"][:1]
+    paths = sorted(
+        (ROOT / "recipes").glob("*.args"),
+        key=lambda path: (path.stem == FLOWERS, known[path.stem][0]),
+    )
     rows = []
-    for path in sorted((ROOT / "recipes").glob("*.args"), key=lambda path: known[path.stem][0]):
+    for path in paths:
         lines = (
             RecipeParser.convert_arg_line_to_args(None, line)
             for line in path.read_text().splitlines()
         )
         flags = dict(itertools.pairwise(word for words in lines for word in words))
-        if flags["--arch"].startswith("timm:"):
-            with torch.device("meta"):  # without memory for the weights
-                model = importlib.import_module("timm").create_model(
-                    flags["--arch"].removeprefix("timm:")
-                )
-            count = sum(p.numel() for p in model.parameters())
-        else:
-            count = torchvision.models.get_model_weights(flags["--arch"]).DEFAULT.meta["num_params"]
+        count = count_parameters(flags["--arch"], 5 if path.stem == FLOWERS else 1000)
         values = (flags[name] for name in ("--batch-size", "--lr", "--epochs"))
         name = f"[`{path.stem}`](../recipes/{path.name})"
+        accuracy = ", ".join(str(percent) for percent in known[path.stem])
+        if path.stem in REMARKS:
+            accuracy = f"{accuracy} ({REMARKS[path.stem]})"
         rows.append(
-            (name, f"`{flags['--arch']}`", f"{count / 1e6:.1f} M", *values, *known[path.stem])
+            (name, f"`{flags['--arch']}`", f"{count / 1e6:.1f} M", *values, accuracy, "not run")
         )
     return table(head, rows)
+
+
+def count_parameters(arch, num_classes):
+    """Return the number of parameters of a model, named as for --arch."""
+    if num_classes == 1000 and not arch.startswith("timm:"):
+        return torchvision.models.get_model_weights(arch).DEFAULT.meta["num_params"]
+    with torch.device("meta"):  # without memory for the weights
+        if arch.startswith("timm:"):
+            name = arch.removeprefix("timm:")
+            model = importlib.import_module("timm").create_model(name, num_classes=num_classes)
+        else:
+            model = torchvision.models.get_model(arch, num_classes=num_classes)
+    return sum(p.numel() for p in model.parameters())
 
 
 def flags():
