@@ -47,5 +47,5 @@ def check_two_ranks_on_one_device(on_cpu, on_device, device, images, *flags):
         losses.append([float(loss) for loss in re.findall(r"loss: +([0-9.]+)", ranks.output())])
     assert f": {device},0 (" in ranks.output(), "both on device 0"
     assert "communication" in ranks.output()
-    assert len(losses[0]) == 8
+    assert len(losses[0]) == 8 + 4, "of each step, and of the test images after each epoch"
     assert losses[1] == pytest.approx(losses[0], rel=0.005)
