@@ -5,10 +5,10 @@ is not.
 import ast
 import json
 import re
-import unicodedata
 
 import matplotlib.pyplot as plt
 import pytest
+from columns import columns
 from needs import need
 from PIL import Image
 from processes import ROOT
@@ -209,7 +209,7 @@ def test_a_file_with_translated_comments_is_the_same_program(path):
     lines = comments.read(path)
     assert lines != path.read_text().splitlines(), "nothing is translated"
     assert program("\n".join(lines)) == program(path.read_text())
-    assert not [line for line in lines if width(line) > 100]
+    assert not [line for line in lines if columns(line) > 100]
 
 
 def program(code):
@@ -221,11 +221,6 @@ def program(code):
         ):
             del node.body[0]
     return ast.dump(tree)
-
-
-def width(line):
-    """Return the columns of a line in a terminal, where a Chinese character takes two."""
-    return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in line)
 
 
 def test_done_notes_the_passages_and_shows_the_new_ones(monkeypatch, tmp_path, capsys):

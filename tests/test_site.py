@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from urllib.parse import quote, unquote
 
 import pytest
+from columns import columns
 from needs import need
 from processes import ROOT
 
@@ -141,6 +142,19 @@ def test_no_page_has_an_error_or_a_broken_picture(site, tab, width):
     assert not found, "\n".join(found)
 
 
+def test_code_of_100_columns_fits_beside_the_contents(site, tab):
+    page = tab(1280)
+    found = []
+    for name in [*BOOK, "code/06_imagenet.py.html"]:
+        go(page, site, name)
+        cut = page.evaluate("""() => [...document.querySelectorAll("article pre")]
+            .filter(box => box.scrollWidth > box.clientWidth)
+            .map(box => box.textContent.split("\\n").map(line => line.trimEnd()))""")
+        found += [f"{name}: {lines[0]}" for lines in cut if max(map(columns, lines)) <= 100]
+        assert page.is_visible("nav.bd-links") or name.startswith("code/"), name
+    assert not found, "\n".join(found)
+
+
 class Links(HTMLParser):
     """The addresses in a page, and the names that links can lead to."""
 
@@ -227,6 +241,40 @@ def test_a_search_for_a_term_finds_its_page(site, tab, query, expected):
     found = results(tab(), site, folder, query)
     assert expected in [link.partition("#")[0] for link in found], found
     assert (site / folder / expected).is_file()
+
+
+# Figures and notebooks
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["docs/syncbn.html", "zh/docs/zh/syncbn.html"])
+def test_a_figure_opens_large_and_closes(site, tab, name, width):
+    page = tab(width)
+    go(page, site, name)
+    figure, large = page.locator("button.enlarge").first, page.locator("dialog img")
+    small = figure.locator("img").bounding_box()["width"]
+    figure.click()
+    assert large.bounding_box()["width"] > 1.3 * small
+    assert large.get_attribute("src") == figure.locator("img").get_attribute("src")
+    page.keyboard.press("Escape")
+    large.wait_for(state="hidden")
+    figure.press("Enter")
+    large.wait_for(state="visible")
+    large.click()
+    large.wait_for(state="hidden")
+    assert not page.problems
+
+
+@pytest.mark.parametrize("folder", ["", "zh/"])
+def test_the_code_of_a_chart_is_folded(site, tab, folder):
+    page = tab()
+    for path in notebooks():
+        go(page, site, f"{folder}notebooks/{path.stem}.html")
+        code = page.locator("div.cell_input pre")
+        shown = [code.nth(k).is_visible() for k in range(code.count())]
+        assert shown and set(shown) == {path.stem == "kaggle"}, path.stem
+    page.click("summary >> nth=0")
+    assert code.first.is_visible()
 
 
 # Switches, keyboard, buttons

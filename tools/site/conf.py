@@ -8,6 +8,7 @@ words, and the language switch.
 """
 
 import html
+import json
 import os
 import re
 import sys
@@ -37,12 +38,15 @@ language = "zh_CN" if CHINESE else "en"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 smartquotes = False  # -- is a flag
 nb_execution_mode = "off"  # the notebooks are stored with their charts
+nb_code_prompt_show = "显示代码" if CHINESE else "Show the code"
+nb_code_prompt_hide = "收起代码" if CHINESE else "Hide the code"
 myst_heading_anchors = 6
 # folders that are not searched for pages
 exclude_patterns = [".*", "data", "site", "checkpoints", "results/.*"]
 templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["figures.js"]
 html_theme = "pydata_sphinx_theme"
 html_title = project
 html_copy_source = False
@@ -103,6 +107,16 @@ def add_contents(app, name, source):
             )
     if CHINESE and name.startswith("notebooks/"):
         source[0] = translate_notebook(source[0], Path(name).name)
+
+
+def fold_code(app, name, source):
+    """Fold the code of the notebooks that draw charts. A click unfolds it."""
+    if name.startswith("notebooks/") and name != "notebooks/kaggle":
+        notebook = json.loads(source[0])
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                cell["metadata"]["tags"] = ["hide-input"]
+        source[0] = json.dumps(notebook)
 
 
 # The language switch
@@ -230,6 +244,7 @@ def setup(app):
     app.add_transform(IndexErrors)
     app.add_post_transform(LinkFiles)
     app.connect("source-read", add_contents)
+    app.connect("source-read", fold_code)
     app.connect("html-page-context", language_switch)
     app.connect("html-collect-pages", show_files)
     app.connect("autodoc-process-docstring", literal_blocks)
