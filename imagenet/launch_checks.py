@@ -44,7 +44,7 @@ def check_restarts(d, resume):
         )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and d.is_main:
         log.warning(
-            "a restart may hang, or fail for minutes: "
-            "torchrun was started without the variable that keeps restarts apart; "
-            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine"
+            "torchrun was started without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: "
+            "a restart may hang, or fail for minutes; "
+            "on each machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )

@@ -1,10 +1,11 @@
 """What the book says about torch, on the installed version."""
 
 import json
-from itertools import islice
+import re
 
 import pytest
 import torch
+from processes import ROOT
 from ranks import Ranks
 
 BUCKETS = """\
@@ -73,14 +74,29 @@ def test_zero_redundancy_optimizer_broadcasts_all_weights_in_each_step(ddp_facts
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_fused_sgd_looks_for_an_overflow_itself(fused):
-    """Then GradScaler.step() calls it without waiting for the device."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, fused=fused)
-    assert bool(getattr(optimizer, "_step_supports_amp_scaling", False)) == fused
-
-
-def test_islice_reads_the_whole_stream():
+def test_a_grad_scaler_asks_the_device_for_an_overflow_unless_the_optimizer_is_fused(
+    monkeypatch, fused
+):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
     read = []
-    stream = (read.append(item) or item for item in range(12))
-    assert list(islice(stream, 1, None, 4)) == [1, 5, 9]
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: (read.append(self), item(self))[1])
+    scaler.step(optimizer)
+    assert len(read) == (0 if fused else 1)
+    assert weight.detach().tolist() == pytest.approx([-0.1])
+
+
+def test_each_copy_of_a_stream_reads_all_of_it():
+    page = (ROOT / "docs/data-loading.md").read_text()
+    code = next(
+        block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "Stream" in block
+    )
+    namespace = {}
+    exec(code.partition("\nloaders =")[0], namespace)
+    read = []
+    items = (read.append(item) or item for item in range(12))
+    assert list(namespace["Stream"](items, rank=1, world_size=4)) == [1, 5, 9]
     assert read == list(range(12))

@@ -208,7 +208,7 @@ def test_restarts_that_are_not_kept_apart_are_warned_of(train):
         env=env,
     )
     assert ranks.wait() == [0] and "checkpoints: starting from the beginning" in ranks.output()
-    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each machine" in ranks.output()
+    assert "on each machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in ranks.output()
 
 
 def test_restarts_that_are_kept_apart_are_not_warned_of(monkeypatch, caplog):

@@ -68,6 +68,14 @@ def test_a_run_of_the_demo_that_fails_ends_it(capsys):
     assert "exit code 2 of: python 01_snsc.py --arch no_such_model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("kind", "gpus"), [("cuda", 2), ("mps", 0)])
+def test_the_demo_counts_the_gpus_that_a_process_group_can_use(monkeypatch, kind, gpus):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert demo.count_gpus() == gpus
+
+
 @pytest.mark.parametrize(("gpus", "processes"), [(0, 2), (1, 1), (2, 2), (3, 2), (4, 4), (16, 8)])
 def test_the_demo_uses_the_gpus_that_divide_its_batch(gpus, processes):
     assert demo.count_processes(gpus) == processes

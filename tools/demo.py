@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -35,12 +36,12 @@ ROWS = {  # name: (field of the record, format)
 
 def main(args):
     os.chdir(ROOT)
-    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    gpus = count_gpus()
     processes = count_processes(gpus)
     flags = f"--arch small_net --limit {args.limit} --epochs {args.epochs}"
     one = f"python 01_snsc.py {flags} --batch-size {GLOBAL_BATCH}"
     many = (
-        f"torchrun --nproc-per-node={processes} 03_mnmc_ddp_launch.py {flags} "
+        f"torchrun --standalone --nproc-per-node={processes} 03_mnmc_ddp_launch.py {flags} "
         f"--batch-size {GLOBAL_BATCH // processes}"
     )
     if not gpus:
@@ -51,6 +52,17 @@ def main(args):
         print("There is one GPU, so both have one process and do the same work.")
     elif not gpus:
         print("Without GPUs the same cores do all the work: this shows no speedup of several GPUs.")
+
+
+def count_gpus():
+    """Return the number of GPUs that processes can share a training on.
+
+    Apple's mps is none: 03 trains on the CPU there.
+    """
+    if not torch.accelerator.is_available():
+        return 0
+    backend = dist.get_default_backend_for_device(torch.accelerator.current_accelerator())
+    return 0 if backend == "gloo" else torch.accelerator.device_count()
 
 
 def count_processes(gpus):
