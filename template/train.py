@@ -7,22 +7,31 @@ Copy this file and distributed.py into a folder of your own, and start it in one
     srun --ntasks=2 --kill-on-bad-exit=1 python train.py
     torchrun --nproc-per-node=2 --max-restarts=3 train.py --resume
 
-With --resume it continues after the last saved epoch. On several machines all must see the folder
-of --checkpoints.
+With --resume it continues after the last saved training step. On SIGTERM and SIGUSR1 it saves and
+exits with code 75. On several machines all must see the folder of --checkpoints.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import re
+import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
-from distributed import cleaned_up, setup_distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+try:
+    from distributed import cleaned_up, setup_distributed, sum_over_ranks
+except ImportError:
+    sys.exit("no distributed.py beside train.py: cp template/train.py common/distributed.py FOLDER")
+
+signals = []  # that have arrived at this process
 
 
 def build_model():
@@ -35,190 +44,251 @@ def build_datasets():
     inputs = torch.randn(12000, 20, generator=torch.Generator().manual_seed(0))
     targets = inputs[:, :5].argmax(dim=1)  # which of the first five numbers is the largest
     data = TensorDataset(inputs, targets)
-    return (
-        Subset(data, range(10000)),
-        Subset(data, range(10000, 11000)),
-        Subset(data, range(11000, 12000)),
-    )
+    parts = range(10000), range(10000, 11000), range(11000, 12000)
+    return [Subset(data, part) for part in parts]
+
+
+def forward(model, batch, args, d):
+    """REPLACE loss and accuracy by yours. Return the loss, and sums over the examples."""
+    inputs, targets = (tensor.to(d.device, non_blocking=True) for tensor in batch)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.amp)
+    with torch.autocast(d.device.type, half, enabled=half is not None):
+        outputs = model(inputs)
+        loss = nn.functional.cross_entropy(outputs, targets)
+    n = torch.full_like(loss, len(targets))
+    return loss, torch.stack([loss.detach() * n, (outputs.argmax(dim=1) == targets).sum(), n])
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
     add = parser.add_argument
-    add("--epochs", type=int, default=10, help="number of epochs (default: %(default)s)")
-    add(
-        "--batch-size",
-        type=int,
-        default=64,
-        help="examples per step of all processes together (default: %(default)s)",
-    )
-    add(
-        "--lr",
-        type=float,
-        default=0.1,
-        help="learning rate for this batch size (default: %(default)s)",
-    )
-    add("--workers", type=int, default=0, help="loader workers per process (default: %(default)s)")
-    add(
-        "--eval-every",
-        type=int,
-        default=1,
-        help="validate after every N epochs; 0 is never (default: %(default)s)",
-    )
-    add(
-        "--save-every",
-        type=int,
-        default=1,
-        help="save last.pt every N epochs; 0: at the end (default: %(default)s)",
-    )
-    add(
-        "--checkpoints",
-        default="checkpoints",
-        help="folder for last.pt and best.pt (default: %(default)s)",
-    )
+    add("--epochs", type=int, default=10, help="number of epochs")
+    add("--batch-size", type=int, default=64, help="examples per step of all processes together")
+    add("--accumulate", type=int, default=1, help="pieces of a batch, one after the other")
+    add("--lr", type=float, default=0.1, help="learning rate for this batch size")
+    add("--clip-grad", type=float, help="largest norm of the gradient")
+    add("--workers", type=int, default=0, help="loader workers per process")
+    add("--eval-every", type=int, default=1, help="validate after every N epochs; 0: never")
+    add("--print-every", type=int, default=50, help="print a line after every N steps")
+    add("--save-every", type=float, default=10, help="save last.pt every N minutes, and at the end")
+    add("--checkpoints", default="checkpoints", help="folder of last.pt and best.pt")
     add("--resume", action="store_true", help="continue from last.pt if it exists")
     add("--sync-bn", action="store_true", help="batch norm over all processes; needs GPUs")
     add("--amp", choices=("bf16", "fp16"), help="compute in 16 bits, with the weights in float32")
+    add("--seed", type=int, default=0, help="for the weights and the order of the examples")
     add("--local-rank", help=argparse.SUPPRESS)  # from torch.distributed.launch
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="for the weights and the order of the examples (default: %(default)s)",
-    )
     # --batch_size is --batch-size
     flags = [re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), a) for a in sys.argv[1:]]
     return parser.parse_args(flags)
 
 
-@cleaned_up()
-def main(args):
-    d = setup_distributed()
-    if args.batch_size % d.world_size:
-        raise ValueError(
-            f"--batch-size {args.batch_size}: expected a multiple of the {d.world_size} processes"
-        )
-    torch.manual_seed(args.seed)  # the same weights in every process
-    model = build_model().to(d.device)
-    if args.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
-    )
-    # small gradients would be zero in fp16; otherwise it does nothing
-    scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
+class StepSampler:
+    """The examples of this process for each piece of a batch, from any training step on.
 
-    train_set, val_set, test_set = build_datasets()
-    options = {"batch_size": args.batch_size // d.world_size, "num_workers": args.workers}
-    options["pin_memory"] = d.device.type != "cpu"
-    # Python 3.14 would start workers that outlive a killed training.
-    if args.workers and sys.platform == "linux":
-        options["multiprocessing_context"] = "fork"
-    sampler = DistributedSampler(train_set, d.world_size, d.rank, seed=args.seed)
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
-    if not len(train_loader):
-        raise ValueError(
-            f"--batch-size {args.batch_size}: "
-            f"expected at most the {len(train_set)} training examples"
-        )
-    # Every example counts once: DistributedSampler would repeat some if the processes do not divide
-    # their number.
-    val_loader, test_loader = (
-        DataLoader(Subset(part, range(d.rank, len(part), d.world_size)), **options)
-        for part in (val_set, test_set)
-    )
-
-    first = 0  # epoch
-    best = -1.0  # accuracy, in %
-    last_pt = os.path.join(args.checkpoints, "last.pt")
-    best_pt = os.path.join(args.checkpoints, "best.pt")
-    if args.resume and os.path.exists(last_pt):
-        state = torch.load(last_pt, map_location="cpu", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        if state.get("scaler"):  # of a training in fp16
-            scaler.load_state_dict(state["scaler"])
-        first = state["epoch"]
-        best = state["best"]
-    # Made after the optimizer was loaded, it continues at this epoch, also with another --epochs.
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda epoch: (1 + math.cos(math.pi * epoch / args.epochs)) / 2,
-        last_epoch=first - 1,
-    )
-    for epoch in range(first, args.epochs):
-        sampler.set_epoch(epoch)  # another order in each epoch
-        # dropout and augmentation, the same after a resume
-        torch.manual_seed(hash((args.seed, epoch, d.rank)))
-        loss, accuracy = run_epoch(ddp, train_loader, d, args.amp, optimizer, scaler)
-        scheduler.step()
-        line = f"epoch {epoch + 1}/{args.epochs}: train loss {loss:.4f}, accuracy {accuracy:.2%}"
-        if args.eval_every and ((epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs):
-            loss, accuracy = run_epoch(model, val_loader, d, args.amp)
-            line += f" | validation loss {loss:.4f}, accuracy {accuracy:.2%}"
-            if accuracy > best:
-                best = accuracy
-                save(best_pt, {"model": model.state_dict()}, d)
-        if d.is_main:
-            print(line, flush=True)
-        if epoch + 1 == args.epochs or (args.save_every and (epoch + 1) % args.save_every == 0):
-            state = {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "scaler": scaler.state_dict(),
-                "epoch": epoch + 1,
-                "best": best,
-            }
-            save(last_pt, state, d)
-    loss, accuracy = run_epoch(model, test_loader, d, args.amp)
-    if d.is_main:
-        print(f"done: test loss {loss:.4f}, accuracy {accuracy:.2%}")
-
-
-def run_epoch(model, loader, d, amp, optimizer=None, scaler=None):
-    """Train, or evaluate if there is no optimizer.
-
-    Return (mean loss, accuracy) over the examples of all processes.
+    Their order depends on seed and epoch alone. So a resumed training continues in it, and any
+    number of processes trains on the same examples in a step. An incomplete last batch is left out.
     """
-    model.train(optimizer is not None)
-    half = torch.float16 if amp == "fp16" else torch.bfloat16
-    if not optimizer:
-        for buffer in model.buffers():
+
+    def __init__(self, examples, args, d):
+        self.examples, self.args, self.d = examples, args, d
+        self.steps = examples // args.batch_size  # of an epoch
+        self.epoch = self.first_step = 0
+
+    def __iter__(self):
+        size, pieces, d = self.args.batch_size, self.args.accumulate, self.d
+        generator = torch.Generator().manual_seed(self.args.seed + self.epoch)
+        order = torch.randperm(self.examples, generator=generator)
+        for batch in order.split(size)[self.first_step : self.steps]:
+            for k in range(pieces):
+                yield [(self.epoch, i) for i in batch[k::pieces][d.rank :: d.world_size].tolist()]
+
+
+class Seeded(Dataset):
+    """Examples with a seed for each, so that augmentation is the same after a resume."""
+
+    def __init__(self, data, seed):
+        self.data, self.seed = data, seed
+
+    def __getitem__(self, epoch_and_index):
+        epoch, index = epoch_and_index
+        # torch.manual_seed() would seed the GPUs too, which takes longer than reading an example.
+        torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
+        return self.data[index]
+
+
+class Run:
+    """A training: model and optimizer, how far they are, and what one step does."""
+
+    def __init__(self, args, d):
+        self.args, self.d = args, d
+        torch.manual_seed(args.seed)  # the same weights in every process
+        self.model = build_model().to(d.device)
+        if args.sync_bn:
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
+        self.ddp = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
+        )
+        # Small gradients would be zero in fp16. Without fp16, the scaler does nothing.
+        self.scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
+        self.epoch = self.step = 0  # complete epochs, and steps of the next one
+        self.totals = torch.zeros(3, device=d.device)  # of this process in this epoch
+        self.best = -1.0  # validation accuracy
+        self.parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        self.save_at = time.monotonic() + 60 * args.save_every
+        self.cpus = dist.new_group(backend="gloo")  # for votes, which do not wait for the GPU
+
+    def train_step(self, batches, lr):
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.zero_grad()
+        for piece in range(self.args.accumulate):
+            batch = next(batches)
+            # Dropout is the same after a resume, and another one in each process.
+            torch.manual_seed(hash((self.args.seed, self.epoch, self.step, piece, self.d.rank)))
+            last = piece + 1 == self.args.accumulate
+            with contextlib.nullcontext() if last else self.ddp.no_sync():
+                loss, totals = forward(self.ddp, batch, self.args, self.d)
+                self.scaler.scale(loss / self.args.accumulate).backward()
+            self.totals += totals
+        if self.args.clip_grad:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip_grad)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.step += 1
+
+    @torch.no_grad()
+    def evaluate(self, loader):
+        """Return the mean loss and the accuracy over the examples of all processes."""
+        self.model.eval()
+        for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)  # the last step changed each one's statistics
-    totals = torch.zeros(3, device=d.device)  # loss, correct answers, examples
-    with torch.set_grad_enabled(optimizer is not None):
-        for inputs, targets in loader:
-            inputs = inputs.to(d.device, non_blocking=True)
-            targets = targets.to(d.device, non_blocking=True)
-            with torch.autocast(d.device.type, half, enabled=amp is not None):
-                outputs = model(inputs)
-                loss = nn.functional.cross_entropy(outputs, targets)
-            if optimizer:
-                optimizer.zero_grad()
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            correct = (outputs.argmax(dim=1) == targets).sum()
-            totals += torch.stack(
-                [loss.detach() * len(targets), correct, torch.full_like(loss, len(targets))]
-            )
-    dist.all_reduce(totals)
-    loss, correct, examples = totals.tolist()
+        totals = torch.zeros_like(self.totals)
+        for batch in loader:
+            totals += forward(self.model, batch, self.args, self.d)[1]
+        self.model.train()
+        return means(totals)
+
+    def vote(self, *questions):
+        """Return for each question whether the answer of any process is True."""
+        votes = torch.tensor(questions, dtype=torch.int32)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.cpus)
+        return votes.bool().tolist()
+
+    def save(self):
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"epoch": self.epoch, "step": self.step, "best": self.best}
+        self.write("last.pt", state | {"totals": sum_over_ranks(self.totals)})
+        self.save_at = time.monotonic() + 60 * self.args.save_every
+
+    def load(self):
+        """Continue from last.pt, if --resume asks for it and the file exists."""
+        path = os.path.join(self.args.checkpoints, "last.pt")
+        if not (self.args.resume and os.path.exists(path)):
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+        self.epoch, self.step, self.best = state["epoch"], state["step"], state["best"]
+        if self.d.is_main:
+            self.totals += state["totals"].to(self.d.device)
+        self.say(f"resumed from {path}, after step {self.step} of epoch {self.epoch + 1}")
+
+    def write(self, name, state):
+        """Let rank 0 write a file, whole or not at all. The other processes wait."""
+        if self.d.is_main:
+            path = os.path.join(self.args.checkpoints, name)
+            os.makedirs(self.args.checkpoints, exist_ok=True)
+            torch.save(state, path + ".new")
+            os.replace(path + ".new", path)
+        dist.barrier(self.cpus)
+
+    def show(self, steps):
+        """Print how far the epoch is, and rank 0's mean loss in it."""
+        bar = "#" * (20 * self.step // steps)
+        loss = self.totals[0] / self.totals[2]
+        self.say(f"epoch {self.epoch + 1} [{bar:20}] step {self.step}/{steps}: loss {loss:.4f}")
+
+    def say(self, line):
+        if self.d.is_main:
+            print(line, flush=True)
+
+
+def means(totals):
+    """Return the mean loss and the accuracy over the examples of all processes."""
+    loss, correct, examples = sum_over_ranks(totals).tolist()
     return loss / examples, correct / examples
 
 
-def save(path, state, d):
-    """Save a file as rank 0, whole or not at all.
-
-    The file of that name is replaced when the new one is complete.
-    """
+def check(args, d, examples):
+    """Exit with one line if the flags cannot work here."""
+    parts = d.world_size * args.accumulate
+    error = f"--batch-size {args.batch_size}: expected "
+    if min(args.batch_size, args.accumulate, args.print_every) < 1:
+        error = "--batch-size, --accumulate, --print-every: expected 1 or more"
+    elif args.batch_size % parts:
+        error += f"a multiple of {parts}, the processes times --accumulate"
+    elif args.batch_size > examples:
+        error += f"at most the {examples} training examples"
+    elif args.sync_bn and d.device.type == "cpu":
+        error = "--sync-bn: torch's SyncBatchNorm needs GPUs, found none; leave the flag out"
+    else:
+        return
     if d.is_main:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        torch.save(state, path + ".new")
-        os.replace(path + ".new", path)
+        print(f"train.py: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+@cleaned_up()
+def main(args):
+    d = setup_distributed()
+    train_set, val_set, test_set = build_datasets()
+    check(args, d, len(train_set))
+    run = Run(args, d)
+    run.load()
+    sampler = StepSampler(len(train_set), args, d)
+    options = {"num_workers": args.workers, "pin_memory": d.device.type != "cpu"}
+    if args.workers and sys.platform == "linux":
+        # Python 3.14 would start workers that outlive a killed training.
+        options["multiprocessing_context"] = "fork"
+    train_loader = DataLoader(Seeded(train_set, args.seed), batch_sampler=sampler, **options)
+    options["batch_size"] = args.batch_size // (d.world_size * args.accumulate)
+    val_loader, test_loader = (  # every example once: in one of the processes
+        DataLoader(Subset(part, range(d.rank, len(part), d.world_size)), **options)
+        for part in (val_set, test_set)
+    )
+    # From here on, a signal is noted, and ends the training after a step. Before, it ends at once.
+    for number in {signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}:  # not on Windows
+        signal.signal(number, lambda number, frame: signals.append(number))
+
+    while run.epoch < args.epochs:
+        sampler.epoch, sampler.first_step = run.epoch, run.step
+        batches = iter(train_loader)
+        while run.step < sampler.steps:
+            progress = (run.epoch + run.step / sampler.steps) / args.epochs
+            run.train_step(batches, lr=args.lr * (1 + math.cos(math.pi * progress)) / 2)
+            if d.is_main and run.step % args.print_every == 0:
+                run.show(sampler.steps)
+            stop, save = run.vote(bool(signals), d.is_main and time.monotonic() >= run.save_at)
+            if stop or save:
+                run.save()
+            if stop:
+                run.say(f"saved after step {run.step} of epoch {run.epoch + 1}, as a signal asked")
+                sys.exit(75)  # EX_TEMPFAIL: the command that started it may queue it again
+        loss, accuracy = means(run.totals)
+        run.epoch, run.step, run.totals = run.epoch + 1, 0, torch.zeros_like(run.totals)
+        line = f"epoch {run.epoch}/{args.epochs}: train loss {loss:.4f}, accuracy {accuracy:.2%}"
+        if args.eval_every and (run.epoch % args.eval_every == 0 or run.epoch == args.epochs):
+            loss, accuracy = run.evaluate(val_loader)
+            line += f" | validation loss {loss:.4f}, accuracy {accuracy:.2%}"
+            if accuracy > run.best:
+                run.best = accuracy
+                run.write("best.pt", {"model": run.model.state_dict()})
+        run.say(line)
+    run.save()
+    loss, accuracy = run.evaluate(test_loader)
+    run.say(f"done: test loss {loss:.4f}, accuracy {accuracy:.2%}")
 
 
 if __name__ == "__main__":

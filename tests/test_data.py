@@ -530,7 +530,7 @@ def test_loader_workers_end_with_a_killed_rank(script, large_folder, tmp_path):
     ranks = Ranks(tmp_path, 1, given, prepare=as_python_3_14_starts_workers, script=script)
     started = []
     try:
-        ranks.wait_for(r"== step: |epoch 1/")
+        ranks.wait_for(r"== step: |epoch 1 \[")
         # PyTorch leaves behind a worker whose process is killed before the worker has looked up
         # whose child it is.
         for _ in range(1000):

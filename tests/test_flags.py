@@ -705,20 +705,21 @@ def tell_what_the_template_does(rank):
         tell("lr", self.param_groups[0]["lr"])
         return original(self, *given)
 
-    def fetch(self, indices, original=torch.utils.data.Subset.__getitems__):
-        tell("fetch", {"process": os.getpid(), "count": len(indices), "first": indices[:5]})
-        return original(self, indices)
+    def fetch(self, index, original=torch.utils.data.Subset.__getitem__):
+        tell("fetch", [os.getpid(), index])
+        return original(self, index)
 
     def loss(outputs, targets, original=torch.nn.functional.cross_entropy):
         tell("type", str(outputs.dtype))
         return original(outputs, targets)
 
     def save(state, path, original=torch.save):
-        tell("save", [os.path.basename(path).removesuffix(".new"), state.get("epoch")])
+        where = [state.get("epoch"), state.get("step")]
+        tell("save", [os.path.basename(path).removesuffix(".new"), *where])
         return original(state, path)
 
     torch.optim.SGD.__init__, torch.optim.SGD.step = init, step
-    torch.utils.data.Subset.__getitems__, torch.nn.functional.cross_entropy = fetch, loss
+    torch.utils.data.Subset.__getitem__, torch.nn.functional.cross_entropy = fetch, loss
     torch.save = save
 
 
@@ -744,12 +745,12 @@ def seeded_order(seed):
 
 @pytest.mark.flags("template/train.py", "--epochs", "--batch-size", "--lr", "--workers")
 @pytest.mark.flags("template/train.py", "--eval-every", "--save-every", "--checkpoints")
-@pytest.mark.flags("template/train.py", "--amp", "--seed")
+@pytest.mark.flags("template/train.py", "--amp", "--seed", "--print-every")
 def test_the_flags_of_the_template_act(templates, tmp_path):
-    """There are 10000 examples to train on. A batch is told of by the process that fetches it."""
-    given = ["--epochs", 3, "--batch-size", 2000, "--lr", 0.2, "--eval-every", 2, "--save-every", 2]
-    often = templates("often", *given)
-    never = ["--epochs", 2, "--batch-size", 5000, "--eval-every", 0, "--save-every", 0]
+    """There are 10000 examples to train on. The process that fetches one tells of it."""
+    given = ["--epochs", 3, "--batch-size", 2000, "--lr", 0.2, "--eval-every", 2]
+    often = templates("often", *given, "--save-every", 0, "--print-every", 2)
+    never = ["--epochs", 2, "--batch-size", 5000, "--eval-every", 0]
     seldom = templates("seldom", *never, "--workers", 2, "--amp", "bf16")
     other = templates("other", *never, "--seed", 1)
     for ranks in (often, seldom, other):
@@ -759,44 +760,45 @@ def test_the_flags_of_the_template_act(templates, tmp_path):
     assert [epoch for epoch, _ in epochs] == ["1", "2", "3"]
     validated = ["validation loss" in line for _, line in epochs]
     assert validated == [False, True, True], "the last epoch too"
-    assert "validation" not in seldom.output()
-    rates = []
-    for epoch in range(3):
-        rates += [0.2 * (1 + math.cos(math.pi * epoch / 3)) / 2] * (10000 // 2000)
+    assert "validation" not in seldom.output() and " step " not in seldom.output()
+    steps = re.findall(r"^epoch (\d) \[(#*) *\] step (\d)/5: loss \d", often.output(), re.M)
+    assert steps == [
+        (epoch, bar, n) for epoch in "123" for bar, n in (("#" * 8, "2"), ("#" * 16, "4"))
+    ]
+    rates = [0.2 * (1 + math.cos(math.pi * step / 15)) / 2 for step in range(15)]
     assert lines_of(often, "lr") == pytest.approx(rates)
-    assert lines_of(seldom, "lr") == pytest.approx([0.1, 0.1, 0.05, 0.05])
-    saved = [epoch for name, epoch in lines_of(often, "save") if name == "last.pt"]
-    assert saved == [2, 3], "the last epoch too"
-    assert lines_of(seldom, "save") == [["last.pt", 2]]
+    saved = [where for name, *where in lines_of(often, "save") if name == "last.pt"]
+    assert saved == [[epoch, step] for epoch in range(3) for step in range(1, 6)] + [[3, 0]]
+    assert lines_of(seldom, "save") == [["last.pt", 2, 0]]
     for name, files in (("often", ["best.pt", "last.pt"]), ("seldom", ["last.pt"])):
         assert sorted(path.name for path in (tmp_path / name / "saved").iterdir()) == files
 
+    # the order of what one process fetches
     fetched = {ranks: lines_of(ranks, "fetch") for ranks in (often, seldom, other)}
-    assert [batch["count"] for batch in fetched[often]][:5] == [2000] * 5
-    assert {batch["process"] for batch in fetched[often]} == {often.processes[0].pid}
-    first_epoch = {batch["process"] for batch in fetched[seldom][:2]}
-    assert len(first_epoch) == 2 and seldom.processes[0].pid not in first_epoch
+    assert {process for process, _ in fetched[often]} == {often.processes[0].pid}
+    orders = {ranks: [index for _, index in fetched[ranks][:5]] for ranks in (often, other)}
+    assert orders[often] == list(seeded_order(0))[:5] and orders[other] == list(seeded_order(1))[:5]
+    workers = {process for process, index in fetched[seldom] if index < 10000}
+    assert len(workers) == 4 and seldom.processes[0].pid not in workers, "two in each epoch"
     assert set(lines_of(often, "type")) == {"torch.float32"}
     assert set(lines_of(seldom, "type")) == {"torch.bfloat16"}
     weights = torch.load(tmp_path / "seldom/saved/last.pt", weights_only=True)["model"].values()
     assert {weight.dtype for weight in weights} == {torch.float32}
-
     assert lines_of(often, "weights") == lines_of(seldom, "weights") != lines_of(other, "weights")
-    orders = {ranks: fetched[ranks][0]["first"] for ranks in (often, other)}
-    assert orders[often] == list(seeded_order(0))[:5] and orders[other] == list(seeded_order(1))[:5]
 
 
 @pytest.mark.flags("template/train.py", "--sync-bn")
-def test_the_template_with_sync_bn_needs_gpus(templates, tmp_path):
-    """On a CPU torch refuses the batch norm that the flag puts in the place of the ordinary one."""
+def test_the_template_with_sync_bn_has_torchs_layers(templates, tmp_path):
+    """torch refuses them on a CPU, if the template does not."""
     text = (ROOT / "template/train.py").read_text()
-    assert text.count("nn.Linear(20, 64), ") == 1
-    text = text.replace("nn.Linear(20, 64), ", "nn.Linear(20, 64), nn.BatchNorm1d(64), ")
+    for old, new in (
+        ("nn.Linear(20, 64), ", "nn.Linear(20, 64), nn.BatchNorm1d(64), "),
+        ('elif args.sync_bn and d.device.type == "cpu":', "elif False:"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
     (tmp_path / "train.py").write_text(text)
-    given = ["--epochs", 1, "--batch-size", 5000]
-    plain = templates("plain", *given, script=tmp_path / "train.py")
-    synced = templates("synced", *given, "--sync-bn", script=tmp_path / "train.py")
-    assert plain.wait() == [0] and "SyncBatchNorm" not in plain.output()
+    synced = templates("synced", "--sync-bn", script=tmp_path / "train.py")
     assert synced.wait() == [1], synced.output()
     assert re.search(r"^\w+: SyncBatchNorm .* GPU", synced.output(), re.M), synced.output()
 

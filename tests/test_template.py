@@ -1,8 +1,12 @@
 """template/train.py, copied with distributed.py into a folder of its own, as a user would."""
 
+import ast
 import functools
 import io
+import itertools
+import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,6 +18,8 @@ import torch
 from processes import ROOT, without_gloo
 from ranks import Ranks
 from torch.nn.functional import cross_entropy
+
+from tools.lab.slurm_cluster import wait_until
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 
@@ -100,9 +106,9 @@ def test_two_processes_train_the_same_as_one(project, one, two):
     shutil.copytree(checkpoints, project / "one")
     codes, more = fork(project, 1, *FLAGS, "--epochs", 5, "--checkpoints", "one", "--resume")
     assert codes == [0]
-    assert [line[:9] for line in more] == ["epoch 4/5", "epoch 5/5", "done: tes"]
+    assert [line[:9] for line in more] == ["resumed f", "epoch 4/5", "epoch 5/5", "done: tes"]
     before = float(re.search(r"train loss ([\d.]+)", one[2])[1])
-    assert float(re.search(r"train loss ([\d.]+)", more[1])[1]) < before, "it goes on to learn"
+    assert float(re.search(r"train loss ([\d.]+)", more[2])[1]) < before, "it goes on to learn"
 
 
 @pytest.mark.flags("template/train.py", "--amp")
@@ -130,7 +136,7 @@ def plain_loop():
     optimizer = torch.optim.SGD(
         model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4, nesterov=True
     )
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+    step = itertools.count()
 
     def evaluate(first, last):
         with torch.no_grad():
@@ -144,6 +150,7 @@ def plain_loop():
         order = torch.randperm(10000, generator=torch.Generator().manual_seed(epoch))
         losses, right = [], []
         for batch in order.split(500):
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * next(step) / 60)) / 2
             outputs = model(inputs[batch])
             loss = cross_entropy(outputs, targets[batch])
             optimizer.zero_grad()
@@ -151,7 +158,6 @@ def plain_loop():
             optimizer.step()
             losses += cross_entropy(outputs, targets[batch], reduction="none").tolist()
             right += (outputs.argmax(1) == targets[batch]).tolist()
-        scheduler.step()
         trained = sum(losses) / len(losses), 100 * sum(right) / len(right)
         lines.append([*trained, *evaluate(10000, 11000)])
     lines.append(evaluate(11000, 12000))
@@ -174,33 +180,126 @@ def test_losses_and_accuracies_are_those_of_a_plain_loop(processes, request):
         torch.testing.assert_close(saved["model"][name], value, rtol=1e-3, atol=1e-5)
     buffers = [saved["optimizer"]["state"][k]["momentum_buffer"] for k in range(4)]
     torch.testing.assert_close(buffers, momenta, rtol=1e-3, atol=1e-5)
-    assert saved["epoch"] == 3 and saved["optimizer"]["param_groups"][0]["lr"] == 0
+    assert saved["epoch"] == 3 and saved["step"] == 0
     assert saved["best"] == pytest.approx(max(line[3] for line in lines[:3]) / 100, abs=0.0011)
 
 
-@pytest.mark.flags("template/train.py", "--resume")
-def test_a_killed_run_continues_with_the_same_bits(project):
-    """With dropout, which needs the same random numbers too."""
+def with_everything_random(project):
+    """Give the project a model with dropout and batch norm, and examples with augmentation."""
     text = (project / "train.py").read_text()
-    assert text.count("nn.ReLU(), ") == 1
-    text = text.replace("nn.ReLU(), ", "nn.ReLU(), nn.Dropout(0.1), ")
+    for old, new in (
+        ("nn.ReLU(), ", "nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), "),
+        (
+            "return self.data[index]",
+            "return self.data[index][0] + torch.randn(20) / 9, self.data[index][1]",
+        ),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
     (project / "train.py").write_text(text)
-    codes, _ = fork(project, 2, *FLAGS, "--checkpoints", "whole")
-    assert codes == [0, 0]
-    saved = "            save(last_pt, state, d)\n"
-    assert text.count(saved) == 1
-    kill = f"{saved}            d.is_main and os.kill(os.getpid(), 9)\n"
-    (project / "killed.py").write_text(text.replace(saved, kill))
-    codes, _ = fork(project, 2, "killed.py", *FLAGS[1:], "--checkpoints", "killed")
-    assert codes[0] == -signal.SIGKILL and codes[1] != 0
-    assert torch.load(project / "killed/last.pt")["epoch"] == 1
-    codes, _ = fork(project, 2, *FLAGS, "--checkpoints", "killed", "--resume")
-    assert codes == [0, 0]
-    whole, killed = (torch.load(project / name / "last.pt") for name in ("whole", "killed"))
-    assert whole["epoch"] == killed["epoch"] == 3 and whole["best"] == killed["best"]
-    assert all(torch.equal(value, killed["model"][name]) for name, value in whole["model"].items())
-    momenta = [state["optimizer"]["state"][0]["momentum_buffer"] for state in (whole, killed)]
-    assert torch.equal(*momenta)
+
+
+def act_at_step(folder, number, who, act, rank):
+    """Let a rank call act() in one of the steps that it makes, before it changes the weights."""
+    work_in(folder, rank)
+    steps = itertools.count(1)
+
+    def step(self, *given, original=torch.optim.SGD.step):
+        if rank == who and next(steps) == number:
+            act()
+        return original(self, *given)
+
+    torch.optim.SGD.step = step
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_the_next_save():
+    """Between the file and its name."""
+    os.replace = lambda *paths: kill()
+
+
+def ask(name):
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+HARD = ["--epochs", 3, "--batch-size", 500, "--accumulate", 2, "--clip-grad", 1, "--amp", "fp16"]
+HARD += ["--save-every", 0, "--resume"]
+
+
+def hard(project, name, processes, *act):
+    """Train with HARD in the folder `name`; act: as act_at_step has it. Return codes and lines."""
+    prepare = functools.partial(act_at_step, project, *act) if act else None
+    flags = [*HARD, "--checkpoints", name]
+    prepare = prepare or functools.partial(work_in, project)
+    script = str(project / "train.py")
+    ranks = Ranks(project, processes, flags, script=script, prepare=prepare)
+    return ranks.wait(), without_gloo(ranks.output()).splitlines()
+
+
+def same_bits(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_bits(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same_bits, one, other))
+    return one == other
+
+
+def check_that_it_ends_with_the_same_bits(project, processes, acts):
+    """Train without a break, then with one act after another, each with the code that it gives."""
+    with_everything_random(project)
+    codes, whole_lines = hard(project, "whole", processes)
+    assert codes == [0] * processes, whole_lines
+    for number, who, act, expected in acts:
+        codes, lines = hard(project, "broken", processes, number, who, act)
+        assert codes[who] == expected, lines
+        assert 0 not in codes, lines
+    codes, lines = hard(project, "broken", processes)
+    assert codes == [0] * processes, lines
+    assert lines[-1] == whole_lines[-1]
+    whole, broken = (torch.load(project / name / "last.pt") for name in ("whole", "broken"))
+    assert whole["epoch"] == 3 and same_bits(whole, broken)
+    return lines
+
+
+@pytest.mark.flags("template/train.py", "--resume", "--accumulate", "--clip-grad")
+def test_a_killed_run_continues_with_the_same_bits(project):
+    """Killed in the middle of an epoch, and after a signal to one process alone."""
+    acts = [(7, 0, kill, -signal.SIGKILL), (15, 1, functools.partial(ask, "SIGUSR1"), 75)]
+    lines = check_that_it_ends_with_the_same_bits(project, 2, acts)
+    # 6 steps, then 15: a signal ends the training after the step in which it arrives
+    assert "resumed from broken/last.pt, after step 1 of epoch 2" in lines, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ten_kills_and_signals_at_any_step_leave_the_same_bits(project, processes):
+    draw = random.Random(processes)
+    kinds = [(kill, -9), (kill_in_the_next_save, -9), (functools.partial(ask, "SIGTERM"), 75)]
+    acts = []
+    for k in range(10):
+        act, code = kinds[k % 3]
+        who = 0 if act is kill_in_the_next_save else draw.randrange(processes)
+        acts.append((draw.randint(1, 6), who, act, code))
+    check_that_it_ends_with_the_same_bits(project, processes, acts)
+
+
+@pytest.mark.slow
+@pytest.mark.flags("template/train.py", "--accumulate", "--workers")
+def test_augmentation_and_accumulation_are_the_same_on_any_number_of_processes(project):
+    """Each example has a random number of its own in each epoch."""
+    with_everything_random(project)
+    text = (project / "train.py").read_text()
+    plain = text.replace("nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), ", "nn.ReLU(), ")
+    (project / "train.py").write_text(plain)
+    given = [*FLAGS, "--epochs", 2]
+    _, one = fork(project, 1, *given)
+    _, two = fork(project, 2, *given, "--accumulate", 5, "--workers", 2)
+    assert numbers(two) == pytest.approx(numbers(one), rel=1e-3)
 
 
 @pytest.mark.slow
@@ -208,7 +307,7 @@ def test_every_example_counts_once_on_three_processes(project):
     text = (project / "train.py").read_text()
     assert text.count("range(11000, 12000)") == 1
     (project / "train.py").write_text(text.replace("range(11000, 12000)", "range(11000, 11997)"))
-    flags = ["train.py", "--epochs", 1, "--batch-size", 600, "--save-every", 5]
+    flags = ["train.py", "--epochs", 1, "--batch-size", 600]
     one = run(project, sys.executable, *flags)
     assert torch.load(project / "checkpoints/last.pt")["epoch"] == 1, "the last epoch is saved"
     three = run(project, *TORCHRUN[:-1], "--nproc-per-node=3", *flags)
@@ -240,37 +339,97 @@ def kill_in_the_second_save_of_last_pt(rank):
 
 def test_a_kill_while_last_pt_is_saved_leaves_the_one_before(tmp_path):
     given = ["--epochs", 3, "--batch-size", 5000, "--checkpoints", tmp_path / "saved"]
+    given += ["--save-every", 0, "--print-every", 1]
     prepare = kill_in_the_second_save_of_last_pt
     ranks = Ranks(tmp_path, 1, given, prepare=prepare, script="template/train.py")
     assert ranks.wait() == [-signal.SIGKILL], ranks.output()
-    assert "epoch 2/3" in ranks.output()
-    assert torch.load(tmp_path / "saved/last.pt")["epoch"] == 1
+    assert "epoch 1 [####################] step 2/2: loss" in ranks.output()
+    saved = torch.load(tmp_path / "saved/last.pt")
+    assert (saved["epoch"], saved["step"]) == (0, 1)
 
 
 def test_every_epoch_has_an_order_of_its_own(project):
     text = (project / "train.py").read_text()
-    call = "        loss, accuracy = run_epoch(ddp, "
-    assert text.count(call) == 1
+    line = "        batches = iter(train_loader)\n"
+    assert text.count(line) == 1
     (project / "train.py").write_text(
-        text.replace(call, f"        print('order', list(sampler)[:5])\n{call}")
+        text.replace(
+            line, f"{line}        print('order', [i for _, i in next(iter(sampler))][:5])\n"
+        )
     )
     _, lines = fork(project, 1, "train.py", "--epochs", 2, "--batch-size", 5000)
     orders = [line for line in lines if line.startswith("order")]
     assert len(orders) == len(set(orders)) == 2
 
 
-def test_a_batch_that_the_processes_cannot_share_is_named(project):
-    codes, lines = fork(project, 2, "train.py", "--batch-size", 63)
-    assert codes == [1, 1]
-    message = "--batch-size 63: expected a multiple of the 2 processes"
-    assert lines[-1] == f"ValueError: {message}"
+@pytest.mark.parametrize(
+    ("processes", "flags", "message"),
+    [
+        (2, ["--batch-size", 63], "--batch-size 63: expected a multiple of 2, the processes times"),
+        (1, ["--batch-size", 10001], "--batch-size 10001: expected at most the 10000 training"),
+        (1, ["--accumulate", 0], "--batch-size, --accumulate, --print-every: expected 1 or more"),
+        (1, ["--sync-bn"], "--sync-bn: torch's SyncBatchNorm needs GPUs, found none"),
+    ],
+)
+def test_flags_that_cannot_work_end_in_one_line(project, processes, flags, message):
+    codes, lines = fork(project, processes, "train.py", *flags)
+    assert codes == [2] * processes
+    assert lines[-1].startswith(f"train.py: {message}") and "Traceback" not in "".join(lines)
 
 
-def test_a_batch_larger_than_the_training_set_is_named(project):
-    codes, lines = fork(project, 1, "train.py", "--batch-size", 10001)
-    assert codes == [1]
-    message = "--batch-size 10001: expected at most the 10000 training examples"
-    assert lines[-1] == f"ValueError: {message}"
+def test_without_distributed_py_it_says_what_to_copy():
+    end = subprocess.run(
+        [sys.executable, ROOT / "template/train.py"], capture_output=True, text=True
+    )
+    expected = (
+        "no distributed.py beside train.py: cp template/train.py common/distributed.py FOLDER\n"
+    )
+    assert (end.returncode, end.stdout, end.stderr) == (1, "", expected)
+
+
+def test_it_has_at_most_220_lines_of_code():
+    text = (ROOT / "template/train.py").read_text()
+    tree = ast.parse(text)
+    documented = [
+        n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))
+    ]
+    no_code = set()
+    for node in documented:
+        if ast.get_docstring(node):
+            no_code |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    assert sum(bool(line) and line[0] != "#" and k not in no_code for k, line in lines) <= 220
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_is_asked_to_save_continues_with_the_same_bits(project, slurm):
+    """With the batch file of 06, in which the template takes the place of 06."""
+    text = (ROOT / "launch/slurm/06_srun.sbatch").read_text()
+    assert text.count(" python 06_imagenet.py ") == 1
+    job_file = project / "train.sbatch"
+    job_file.write_text(text.replace("python 06_imagenet.py", f"python {project / 'train.py'}"))
+    flags = ["--epochs", 60, "--batch-size", 500, "--print-every", 10]
+    job = slurm.sbatch(
+        job_file,
+        *flags,
+        "--checkpoints",
+        project / "broken",
+        options=["--ntasks-per-node=1", "--cpus-per-task=1"],
+    )
+    assert wait_until(lambda: " step 10/20" in slurm.output(job), 120), slurm.output(job)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    assert wait_until(lambda: "as a signal asked" in slurm.output(job), 60), slurm.output(job)
+    slurm.restart(job)
+    assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
+    output = slurm.output(job)
+    asked = re.findall(r"saved after step (\d+) of epoch (\d+), as a signal asked", output)
+    resumed = re.findall(r"resumed from \S+, after step (\d+) of epoch (\d+)", output)
+    assert len(asked) == 1 and resumed == asked, output
+    assert slurm.show(job)["Restarts"] == "1"
+    codes, _ = fork(project, 2, "train.py", *flags, "--checkpoints", "whole")
+    assert codes == [0, 0]
+    whole, broken = (torch.load(project / name / "last.pt") for name in ("whole", "broken"))
+    assert same_bits(whole, broken)
 
 
 @pytest.mark.slow
