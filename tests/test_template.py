@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import io
 import itertools
 import math
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,7 +127,7 @@ def test_fp16_learns_the_same_and_keeps_its_scale_at_a_resume(project, one):
     assert [scaler["_growth_tracker"] for scaler in scalers] == [60, 80], "steps"
 
 
-def plain_loop():
+def plain_loop(clip=math.inf):
     """The lines that FLAGS give, as lists of numbers, and the momenta after the last step.
 
     Data and model are written out here; one batch holds what the processes share."""
@@ -155,6 +157,7 @@ def plain_loop():
             loss = cross_entropy(outputs, targets[batch])
             optimizer.zero_grad()
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             losses += cross_entropy(outputs, targets[batch], reduction="none").tolist()
             right += (outputs.argmax(1) == targets[batch]).tolist()
@@ -182,6 +185,19 @@ def test_losses_and_accuracies_are_those_of_a_plain_loop(processes, request):
     torch.testing.assert_close(buffers, momenta, rtol=1e-3, atol=1e-5)
     assert saved["epoch"] == 3 and saved["step"] == 0
     assert saved["best"] == pytest.approx(max(line[3] for line in lines[:3]) / 100, abs=0.0011)
+
+
+@pytest.mark.flags("template/train.py", "--accumulate", "--clip-grad")
+def test_the_gradient_of_all_pieces_is_clipped(project):
+    """In fp16 too, where the scale of the loss must be taken off before."""
+    flags = ["--accumulate", 2, "--clip-grad", 0.2, "--amp", "fp16"]
+    codes, printed = fork(project, 1, *FLAGS, *flags)
+    assert codes == [0]
+    lines, _, _ = plain_loop(clip=0.2)
+    assert abs(lines[0][0] - plain_loop()[0][0][0]) > 0.02, "clipping matters"
+    for line, expected in zip(printed, lines, strict=True):
+        losses = [float(number) for number in re.findall(r"loss ([\d.]+)", line)]
+        assert losses == pytest.approx(expected[0::2], rel=5e-3)
 
 
 def with_everything_random(project):
@@ -226,7 +242,7 @@ def ask(name):
 
 
 HARD = ["--epochs", 3, "--batch-size", 500, "--accumulate", 2, "--clip-grad", 1, "--amp", "fp16"]
-HARD += ["--save-every", 0, "--resume"]
+HARD += ["--workers", 1, "--save-every", 0, "--resume"]
 
 
 def hard(project, name, processes, *act):
@@ -348,18 +364,52 @@ def test_a_kill_while_last_pt_is_saved_leaves_the_one_before(tmp_path):
     assert (saved["epoch"], saved["step"]) == (0, 1)
 
 
-def test_every_epoch_has_an_order_of_its_own(project):
-    text = (project / "train.py").read_text()
-    line = "        batches = iter(train_loader)\n"
-    assert text.count(line) == 1
-    (project / "train.py").write_text(
-        text.replace(
-            line, f"{line}        print('order', [i for _, i in next(iter(sampler))][:5])\n"
-        )
-    )
-    _, lines = fork(project, 1, "train.py", "--epochs", 2, "--batch-size", 5000)
-    orders = [line for line in lines if line.startswith("order")]
-    assert len(orders) == len(set(orders)) == 2
+@pytest.fixture
+def template(monkeypatch):
+    """The module, beside whose file distributed.py seems to be."""
+    monkeypatch.syspath_prepend(ROOT / "common")
+    spec = importlib.util.spec_from_file_location("template", ROOT / "template/train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def share(template, rank, world_size, epoch=0, first_step=0, examples=100, accumulate=1):
+    """The numbers of the examples of a rank, piece by piece, in batches of 12."""
+    args = SimpleNamespace(batch_size=12, accumulate=accumulate, seed=0)
+    place = SimpleNamespace(rank=rank, world_size=world_size)
+    sampler = template.StepSampler(examples, args, place)
+    sampler.epoch, sampler.first_step = epoch, first_step
+    pieces = list(sampler)
+    assert {key for piece in pieces for key, _ in piece} == {epoch}
+    return [[index for _, index in piece] for piece in pieces]
+
+
+def test_every_epoch_has_an_order_of_its_own(template):
+    batches = share(template, 0, 1)
+    assert [len(batch) for batch in batches] == [12] * 8, "of 100 examples, 4 are left out"
+    assert len(set(itertools.chain(*batches))) == 96
+    assert batches != share(template, 0, 1, epoch=1)
+    assert batches[3:] == share(template, 0, 1, first_step=3), "the rest is the same"
+
+
+def test_processes_and_pieces_share_a_batch(template):
+    shares = [share(template, rank, 2, accumulate=3) for rank in range(2)]
+    assert {len(piece) for pieces in shares for piece in pieces} == {2}
+    for step, batch in enumerate(share(template, 0, 1)):
+        pieces = [piece for rank in range(2) for piece in shares[rank][3 * step : 3 * step + 3]]
+        assert sorted(itertools.chain(*pieces)) == sorted(batch)
+
+
+def test_each_epoch_and_example_has_an_augmentation_of_its_own(template):
+    class Noise:
+        def __getitem__(self, index):
+            return torch.rand(1).item()
+
+    keys = list(itertools.product(range(3), range(4)))
+    drawn = [[template.Seeded(Noise(), seed)[key] for key in keys] for seed in (0, 1)]
+    assert len(set(itertools.chain(*drawn))) == 2 * len(keys)
+    assert drawn[0] == [template.Seeded(Noise(), 0)[key] for key in keys]
 
 
 @pytest.mark.parametrize(
