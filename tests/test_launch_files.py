@@ -457,6 +457,105 @@ def test_the_pods_of_a_job_train_together_by_their_command(file, small_folder, t
     )
 
 
+# Kubeflow Trainer
+
+
+def accept(given):
+    """Let the models of Trainer's API read an object. They refuse wrong types and forget wrong
+    keys.
+    """
+    try:
+        models = importlib.import_module("kubeflow_trainer_api.models")
+    except ImportError:
+        need("not installed: kubeflow_trainer_api (pip install -r requirements-dev.txt)")
+    model = getattr(models, f"TrainerV1alpha1{given['kind']}")
+    assert model.from_dict(given).to_dict() == given
+
+
+def test_trainer_accepts_its_file():
+    given = read("06_trainjob.yaml")
+    assert [part["kind"] for part in given] == ["TrainingRuntime", "TrainJob"]
+    assert {part["apiVersion"] for part in given} == {"trainer.kubeflow.org/v1alpha1"}
+    for part in given:
+        accept(part)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda runtime, job: job["spec"]["trainer"].update(numNode=2),
+        lambda runtime, job: job["spec"]["trainer"].update(numNodes="2"),
+        lambda runtime, job: job["spec"].pop("runtimeRef"),
+        lambda runtime, job: trainer_pod(runtime)["containers"][0].update(volumeMount=[]),
+        lambda runtime, job: runtime["spec"]["template"]["spec"].update(failurePolicy=3),
+    ],
+)
+def test_what_trainer_would_refuse_fails_here(change):
+    runtime, job = read("06_trainjob.yaml")
+    change(runtime, job)
+    with pytest.raises((AssertionError, ValueError)):
+        accept(runtime)
+        accept(job)
+
+
+def trainer_pod(runtime):
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = replicated["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    return replicated["template"]["spec"]["template"]["spec"]
+
+
+def test_a_trainjob_and_a_pytorchjob_run_the_same():
+    runtime, job = read("06_trainjob.yaml")
+    (legacy,) = read("06_imagenet.yaml")
+    old, new = pod_of(legacy), trainer_pod(runtime)
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert new["volumes"] == old["volumes"]
+    assert new["terminationGracePeriodSeconds"] == old["terminationGracePeriodSeconds"]
+    assert new["containers"][0]["name"] == "node", "as Trainer wants it"
+    assert new["containers"][0]["volumeMounts"] == old["containers"][0]["volumeMounts"]
+    trainer = job["spec"]["trainer"]
+    assert trainer["args"] == old["containers"][0]["args"]
+    assert trainer["resourcesPerNode"] == old["containers"][0]["resources"]
+    assert str(trainer["numProcPerNode"]) == legacy["spec"]["nprocPerNode"]
+    assert trainer["numNodes"] == sum(
+        replica["replicas"] for replica in legacy["spec"]["pytorchReplicaSpecs"].values()
+    )
+
+
+def trainer_variables(rank, port, processes=8):
+    """What Trainer 2.2 sets for torchrun, by its torch plugin."""
+    values = {"NNODES": 2, "NPROC_PER_NODE": processes, "NODE_RANK": rank}
+    values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {f"PET_{name}": str(value) for name, value in values.items()}
+
+
+def test_torchrun_understands_trainers_variables(monkeypatch):
+    _, job = read("06_trainjob.yaml")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in trainer_variables(1, 23456).items():
+        monkeypatch.setenv(name, value)
+    assert job["spec"]["trainer"]["command"] == ["torchrun"]
+    args = get_args_parser().parse_args(job["spec"]["trainer"]["args"])
+    config, _, _ = config_from_args(args)
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 8)
+    assert (config.rdzv_endpoint, config.rdzv_configs["rank"]) == ("127.0.0.1:23456", 1)
+
+
+@pytest.mark.slow
+def test_the_pods_of_a_trainjob_train_together(small_folder, tmp_path):
+    _, job = read("06_trainjob.yaml")
+    port = free_port()
+    more = [*TINY_06, "--epochs=1", "--checkpoints-path", tmp_path / "saved"]
+    args = [small_folder if part == "/data" else part for part in job["spec"]["trainer"]["args"]]
+    pods = [launch("torchrun", *args, *more, **trainer_variables(k, port, 1)) for k in (1, 0)]
+    (code1, out1, err1), (code0, out0, err0) = map(finished, pods)
+    assert (code0, code1) == (0, 0), err0 + err1
+    assert "started by torchrun | world size 2 (1 on this machine)" in out0
+    assert out0.count("done: ") == 1 and out1 == ""
+
+
 @pytest.mark.slow
 def test_the_image_holds_all_that_the_jobs_need(tmp_path):
     """Here: a folder with what the Dockerfile copies, in which the scripts of the jobs say how they
