@@ -1,0 +1,224 @@
+"""Say why a training stands still: in which call each rank waits, and where the ranks differ.
+
+    torchrun --nproc-per-node=2 launch/why_hang.py run train.py --epochs 3
+    python launch/why_hang.py ask                 while it stands still, in another terminal
+    python launch/why_hang.py read traces/rank_*  files that NCCL's flight recorder has written
+
+`run` starts a script as it would start alone, and records its collectives. `ask` lets all ranks
+write what they do to the folder in WHY_HANG (default: hang), which all machines must share.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import runpy
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.distributed import find_launcher, original_environment
+from common.flags import Parser
+
+FOLDER = Path(os.environ.get("WHY_HANG", "hang"))
+PATIENCE = 10  # seconds in which a rank must answer
+# collectives in which all ranks must have tensors of the same shape
+EQUAL = ("all_reduce", "broadcast", "reduce", "all_gather", "_allgather_base", "_all_gather_base")
+
+
+def parse_args():
+    parser = Parser(__doc__)
+    parser.add_argument("command", choices=("run", "ask", "read"))
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="a script and its flags, or files")
+    args = parser.parse_args()
+    if bool(args.rest) != (args.command != "ask"):
+        parser.error(f"{args.command}: expected {'nothing' if args.rest else 'more'} after it")
+    return args
+
+
+def main():
+    args = parse_args()
+    if args.command == "run":
+        run(sys.argv[2:])  # as they stand: the parser reads --a_b as --a-b
+    elif args.command == "ask":
+        print("\n".join(explain(*ask())))
+    else:
+        print("\n".join(explain(dict(map(read, map(Path, args.rest))), {})))
+
+
+# In the ranks
+
+
+def run(command):
+    """Run a script in this process, with a thread that answers questions."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch reads it: calls to remember
+    _, ranks = find_launcher(original_environment())
+    me = {"rank": ranks.rank, "world_size": ranks.world_size}
+    me |= {"pid": os.getpid(), "host": socket.gethostname()}
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    write(FOLDER / f"rank-{ranks.rank}.json", me)
+    threading.Thread(target=answer, args=(me,), daemon=True).start()
+    sys.argv = command
+    sys.path[0] = str(Path(command[0]).resolve().parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def answer(me):
+    """Answer each new question in the folder, for as long as the process lives."""
+    question = FOLDER / "question"
+    answered = question.read_text() if question.exists() else ""
+    while True:
+        time.sleep(0.2)
+        asked = question.read_text() if question.exists() else ""
+        if asked in ("", answered):
+            continue
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        frames = [(frame.filename, frame.lineno, frame.name) for frame in reversed(stack)]
+        what = me | {"question": asked, "at": place(frames), "calls": calls(flight_record())}
+        write(FOLDER / f"rank-{me['rank']}.json", what)
+        answered = asked
+
+
+def flight_record():
+    """Return torch's record of this process's collectives, or an empty one."""
+    torch = sys.modules.get("torch")
+    dump = torch and getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    return pickle.loads(dump()) if dump else {"entries": []}
+
+
+def calls(record):
+    """Return the calls of a flight record: (group, number, name, shape, done, place) each."""
+    return [
+        (
+            entry["process_group"][1],
+            entry["collective_seq_id"],
+            entry["profiling_name"].split(":")[-1],
+            entry["input_sizes"],
+            entry["retired"] or entry["state"] == "completed",
+            place([(f["filename"], f["line"], f["name"]) for f in entry.get("frames", [])]),
+        )
+        for entry in record["entries"]
+        if not entry["is_p2p"]
+    ]
+
+
+def place(frames):
+    """Return the innermost place outside of libraries in frames (file, line, function)."""
+    for file, line, name in frames:
+        if "site-packages" not in file and not file.startswith(("<", sys.base_prefix)):
+            inside = "" if name == "<module>" else f" in {name}()"
+            return f"{os.path.relpath(file)}:{line}{inside}"
+    return "an unknown place"
+
+
+def write(path, value):
+    """Write a JSON file, whole or not at all."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(value))
+    new.replace(path)
+
+
+# Asking
+
+
+def ask():
+    """Return what the ranks answer, and for each that does not, why: {rank: ...} both."""
+    files = sorted(FOLDER.glob("rank-*.json"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        sys.exit(f"no rank in {FOLDER}/: start the training with why_hang.py run, see --help")
+    world_size = json.loads(files[-1].read_text())["world_size"]  # of the newest training
+    asked = str(uuid.uuid4())
+    (FOLDER / "question.new").write_text(asked)
+    (FOLDER / "question.new").replace(FOLDER / "question")
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        known = [json.loads(path.read_text()) for path in files]
+        ranks = {one["rank"]: one for one in known if one["rank"] < world_size}
+        silent = [rank for rank, one in ranks.items() if one.get("question") != asked]
+        if not silent or time.monotonic() > deadline:
+            missing = {rank: why_silent(ranks[rank]) for rank in silent}
+            return {rank: one for rank, one in ranks.items() if rank not in silent}, missing
+        time.sleep(0.2)
+
+
+def why_silent(one):
+    """Return why a rank does not answer, as far as it can be seen from here."""
+    where = f"process {one['pid']} on {one['host']}"
+    if one["host"] != socket.gethostname():
+        return f"{where} does not answer: look whether the machine can be reached"
+    try:
+        state = Path(f"/proc/{one['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return f"{where} has ended"
+    if state == "T":
+        return f"{where} is stopped: kill -CONT {one['pid']}"
+    return f"{where} does not answer: its Python is busy"
+
+
+def read(path):
+    """Return (rank, answer) of a file of NCCL's flight recorder, whose name ends in the rank."""
+    rank = int(path.name.rpartition("_")[2])
+    record = pickle.loads(path.read_bytes())
+    return rank, {"rank": rank, "at": "an unknown place", "calls": calls(record)}
+
+
+# Comparing
+
+
+def explain(answers, missing):
+    """Return the lines that say what happens: the cause first, then each rank."""
+    lines = [f"rank {rank}: {reason}" for rank, reason in sorted(missing.items())]
+    groups = {call[0] for one in answers.values() for call in one["calls"]}
+    for group in sorted(groups):
+        made = {
+            rank: {call[1]: call for call in one["calls"] if call[0] == group}
+            for rank, one in answers.items()
+        }
+        if group != "default_pg":  # which ranks belong to it is known only from their calls
+            made = {rank: own for rank, own in made.items() if own}
+        if found := compare(group, made, answers):
+            lines.append(found)
+    if not lines:
+        lines = ["no rank waits in a collective, or torch has recorded none"]
+    return lines + [f"rank {rank} is at {one['at']}" for rank, one in sorted(answers.items())]
+
+
+def compare(group, made, answers):
+    """Return a line on the first call in which the ranks of a group differ or wait, or None."""
+    first = max((min(own) for own in made.values() if own), default=0)  # all remember it
+    for number in range(first, 1 + max(max(own, default=0) for own in made.values())):
+        here = {rank: own[number] for rank, own in made.items() if number in own}
+        absent = sorted(made.keys() - here.keys())
+        kinds = {}
+        for rank, (_, _, name, shape, _, where) in sorted(here.items()):
+            text = f"{name} {shape[0] if shape else ''}".strip()
+            kinds.setdefault(text if name in EQUAL else name, []).append((rank, text, where))
+        call = f"call {number} of the group {group}"
+        if len(kinds) > 1:
+            return f"{call} differs: " + "; ".join(
+                f"{join(rank for rank, *_ in some)}: {some[0][1]} at {some[0][2]}"
+                for some in kinds.values()
+            )
+        (some,) = kinds.values()
+        waits = f"{join(here)} in {call}: {some[0][1]} at {some[0][2]}"
+        if absent:
+            there = "; ".join(f"rank {rank} is at {answers[rank]['at']}" for rank in absent)
+            return f"{waits}; {join(absent)} did not call it: {there}"
+        if not any(done for *_, done, _ in here.values()):
+            return f"{waits}; all ranks that answer are there"
+    return None
+
+
+def join(ranks):
+    ranks = sorted(ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+if __name__ == "__main__":
+    main()
