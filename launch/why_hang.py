@@ -47,7 +47,14 @@ def main():
     if args.command == "run":
         run(sys.argv[2:])  # as they stand: the parser reads --a_b as --a-b
     elif args.command == "ask":
-        print("\n".join(explain(*ask())))
+        before, _ = ask()
+        time.sleep(1)
+        after, missing = ask()
+        if moving := [
+            rank for rank, one in after.items() if one["calls"] != before.get(rank, one)["calls"]
+        ]:
+            print(f"{join(moving)} made calls within a second: not all stand still")
+        print("\n".join(explain(after, missing)))
     else:
         print("\n".join(explain(dict(map(read, map(Path, args.rest))), {})))
 
@@ -194,6 +201,8 @@ def compare(group, made, answers):
     first = max((min(own) for own in made.values() if own), default=0)  # all remember it
     for number in range(first, 1 + max(max(own, default=0) for own in made.values())):
         here = {rank: own[number] for rank, own in made.items() if number in own}
+        if not here:
+            continue
         absent = sorted(made.keys() - here.keys())
         kinds = {}
         for rank, (_, _, name, shape, _, where) in sorted(here.items()):
