@@ -59,9 +59,12 @@ def forward(model, batch, args, d):
     return loss, torch.stack([loss.detach() * n, (outputs.argmax(dim=1) == targets).sum(), n])
 
 
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keep the lines of the text above, and show defaults."""
+
+
 def parse_args():
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=formatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
     add("--epochs", type=int, default=10, help="number of epochs")
     add("--batch-size", type=int, default=64, help="examples per step of all processes together")

@@ -67,7 +67,7 @@ def test_every_launch_file_is_run_by_a_test():
         if (
             path.is_file()
             and path.suffix != ".pyc"
-            and path.name not in [*JOBS, "checkpoints.yaml", "Dockerfile"]
+            and path.name not in [*JOBS, "06_trainjob.yaml", "checkpoints.yaml", "Dockerfile"]
         ):
             run_by_name = f"launch/{path.relative_to(LAUNCH)}" in tests
             assert run_by_name or path.suffix == ".sbatch", (
