@@ -78,18 +78,23 @@ def run(command):
 
 def answer(me):
     """Answer each new question in the folder, for as long as the process lives."""
-    question = FOLDER / "question"
-    answered = question.read_text() if question.exists() else ""
+    answered = question()
     while True:
         time.sleep(0.2)
-        asked = question.read_text() if question.exists() else ""
-        if asked in ("", answered):
+        asked = question()
+        if asked == answered:
             continue
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
         frames = [(frame.filename, frame.lineno, frame.name) for frame in reversed(stack)]
         what = me | {"question": asked, "at": place(frames), "calls": calls(flight_record())}
         write(FOLDER / f"rank-{me['rank']}.json", what)
         answered = asked
+
+
+def question():
+    """Return the newest question in the folder, or None."""
+    path = FOLDER / "question.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def flight_record():
@@ -141,8 +146,7 @@ def ask():
         sys.exit(f"no rank in {FOLDER}/: start the training with why_hang.py run, see --help")
     world_size = json.loads(files[-1].read_text())["world_size"]  # of the newest training
     asked = str(uuid.uuid4())
-    (FOLDER / "question.new").write_text(asked)
-    (FOLDER / "question.new").replace(FOLDER / "question")
+    write(FOLDER / "question.json", asked)
     deadline = time.monotonic() + PATIENCE
     while True:
         known = [json.loads(path.read_text()) for path in files]

@@ -767,6 +767,8 @@ def test_the_flags_of_the_template_act(templates, tmp_path):
     ]
     rates = [0.2 * (1 + math.cos(math.pi * step / 15)) / 2 for step in range(15)]
     assert lines_of(often, "lr") == pytest.approx(rates)
+    rates = [0.1 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]
+    assert lines_of(seldom, "lr") == pytest.approx(rates)
     saved = [where for name, *where in lines_of(often, "save") if name == "last.pt"]
     assert saved == [[epoch, step] for epoch in range(3) for step in range(1, 6)] + [[3, 0]]
     assert lines_of(seldom, "save") == [["last.pt", 2, 0]]
@@ -798,7 +800,10 @@ def test_the_template_with_sync_bn_has_torchs_layers(templates, tmp_path):
         assert text.count(old) == 1
         text = text.replace(old, new)
     (tmp_path / "train.py").write_text(text)
-    synced = templates("synced", "--sync-bn", script=tmp_path / "train.py")
+    given = ["--epochs", 1, "--batch-size", 5000]
+    plain = templates("plain", *given, script=tmp_path / "train.py")
+    synced = templates("synced", *given, "--sync-bn", script=tmp_path / "train.py")
+    assert plain.wait() == [0] and "SyncBatchNorm" not in plain.output()
     assert synced.wait() == [1], synced.output()
     assert re.search(r"^\w+: SyncBatchNorm .* GPU", synced.output(), re.M), synced.output()
 
