@@ -189,11 +189,14 @@ def test_losses_and_accuracies_are_those_of_a_plain_loop(processes, request):
 
 @pytest.mark.flags("template/train.py", "--accumulate", "--clip-grad")
 def test_the_gradient_of_all_pieces_is_clipped(project):
-    """In fp16 too, where the scale of the loss must be taken off before."""
-    flags = ["--accumulate", 2, "--clip-grad", 0.2, "--amp", "fp16"]
+    """In fp16 too, where the scale of the loss must be taken off before.
+
+    A norm of 0.3 clips some of the steps: to clip all would hide a gradient of the wrong size.
+    """
+    flags = ["--accumulate", 2, "--clip-grad", 0.3, "--amp", "fp16"]
     codes, printed = fork(project, 1, *FLAGS, *flags)
     assert codes == [0]
-    lines, _, _ = plain_loop(clip=0.2)
+    lines, _, _ = plain_loop(clip=0.3)
     assert abs(lines[0][0] - plain_loop()[0][0][0]) > 0.02, "clipping matters"
     for line, expected in zip(printed, lines, strict=True):
         losses = [float(number) for number in re.findall(r"loss ([\d.]+)", line)]
@@ -276,7 +279,8 @@ def check_that_it_ends_with_the_same_bits(project, processes, acts):
         assert 0 not in codes, lines
     codes, lines = hard(project, "broken", processes)
     assert codes == [0] * processes, lines
-    assert lines[-1] == whole_lines[-1]
+    assert lines[0].startswith("resumed from")
+    assert lines[1:] == whole_lines[1 - len(lines) :], "the line of the broken epoch too"
     whole, broken = (torch.load(project / name / "last.pt") for name in ("whole", "broken"))
     assert whole["epoch"] == 3 and same_bits(whole, broken)
     return lines
