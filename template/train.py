@@ -23,7 +23,6 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 try:
@@ -55,8 +54,9 @@ def forward(model, batch, args, d):
     with torch.autocast(d.device.type, half, enabled=half is not None):
         outputs = model(inputs)
         loss = nn.functional.cross_entropy(outputs, targets)
+    correct = (outputs.argmax(dim=1) == targets).sum()
     n = torch.full_like(loss, len(targets))
-    return loss, torch.stack([loss.detach() * n, (outputs.argmax(dim=1) == targets).sum(), n])
+    return loss, torch.stack([loss.detach() * n, correct, n])
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -86,32 +86,28 @@ def parse_args():
     return parser.parse_args(flags)
 
 
-class StepSampler:
-    """The examples of this process for each piece of a batch, from any training step on.
+def own_pieces(args, d, examples, epoch, first_step):
+    """Yield this process's examples in each piece of a batch, from training step `first_step` on.
 
     Their order depends on seed and epoch alone. So a resumed training continues in it, and any
     number of processes trains on the same examples in a step. An incomplete last batch is left out.
     """
-
-    def __init__(self, examples, args, d):
-        self.examples, self.args, self.d = examples, args, d
-        self.steps = examples // args.batch_size  # of an epoch
-        self.epoch = self.first_step = 0
-
-    def __iter__(self):
-        size, pieces, d = self.args.batch_size, self.args.accumulate, self.d
-        generator = torch.Generator().manual_seed(self.args.seed + self.epoch)
-        order = torch.randperm(self.examples, generator=generator)
-        for batch in order.split(size)[self.first_step : self.steps]:
-            for k in range(pieces):
-                yield [(self.epoch, i) for i in batch[k::pieces][d.rank :: d.world_size].tolist()]
+    generator = torch.Generator().manual_seed(args.seed + epoch)
+    order = torch.randperm(examples, generator=generator)
+    steps = examples // args.batch_size
+    for batch in order.split(args.batch_size)[first_step:steps]:
+        for k in range(args.accumulate):
+            piece = batch[k :: args.accumulate]
+            own = piece[d.rank :: d.world_size]
+            yield [(epoch, index) for index in own.tolist()]
 
 
 class Seeded(Dataset):
     """Examples with a seed for each, so that augmentation is the same after a resume."""
 
     def __init__(self, data, seed):
-        self.data, self.seed = data, seed
+        self.data = data
+        self.seed = seed
 
     def __getitem__(self, epoch_and_index):
         epoch, index = epoch_and_index
@@ -124,18 +120,20 @@ class Run:
     """A training: model and optimizer, how far they are, and what one step does."""
 
     def __init__(self, args, d):
-        self.args, self.d = args, d
+        self.args = args
+        self.d = d
         torch.manual_seed(args.seed)  # the same weights in every process
         self.model = build_model().to(d.device)
         if args.sync_bn:
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-        self.ddp = DistributedDataParallel(self.model)
+        self.ddp = nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
         )
         # Small gradients would be zero in fp16. Without fp16, the scaler does nothing.
         self.scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
-        self.epoch = self.step = 0  # complete epochs, and steps of the next one
+        self.epoch = 0  # complete epochs
+        self.step = 0  # complete steps of the next epoch
         self.totals = torch.zeros(3, device=d.device)  # of this process in this epoch
         self.best = -1.0  # validation accuracy
         self.parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
@@ -162,13 +160,18 @@ class Run:
         self.step += 1
 
     @torch.no_grad()
-    def evaluate(self, loader):
-        """Return the mean loss and the accuracy over the examples of all processes."""
+    def evaluate(self, data, options):
+        """Return the mean loss and the accuracy on a data set, which the processes share.
+
+        `options` are keyword arguments of the DataLoader.
+        """
+        own = Subset(data, range(self.d.rank, len(data), self.d.world_size))  # each example once
+        size = self.args.batch_size // (self.d.world_size * self.args.accumulate)
         self.model.eval()
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)  # the last step changed each one's statistics
         totals = torch.zeros_like(self.totals)
-        for batch in loader:
+        for batch in DataLoader(own, batch_size=size, **options):
             totals += forward(self.model, batch, self.args, self.d)[1]
         self.model.train()
         return means(totals)
@@ -188,15 +191,16 @@ class Run:
     def load(self):
         """Continue from last.pt, if --resume asks for it and the file exists."""
         path = os.path.join(self.args.checkpoints, "last.pt")
-        if not (self.args.resume and os.path.exists(path)):
-            return
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-        self.epoch, self.step, self.best = state["epoch"], state["step"], state["best"]
-        if self.d.is_main:
-            self.totals += state["totals"].to(self.d.device)
-        self.say(f"resumed from {path}, after step {self.step} of epoch {self.epoch + 1}")
+        if self.args.resume and os.path.exists(path):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            self.epoch = state["epoch"]
+            self.step = state["step"]
+            self.best = state["best"]
+            if self.d.is_main:
+                self.totals += state["totals"].to(self.d.device)
+            self.say(f"resumed from {path}, after step {self.step} of epoch {self.epoch + 1}")
 
     def write(self, name, state):
         """Let rank 0 write a file, whole or not at all. The other processes wait."""
@@ -226,14 +230,14 @@ def means(totals):
 
 def check(args, d, examples):
     """Exit with one line if the flags cannot work here."""
+    given = f"--batch-size {args.batch_size}"
     parts = d.world_size * args.accumulate
-    error = f"--batch-size {args.batch_size}: expected "
     if min(args.batch_size, args.accumulate, args.print_every) < 1:
         error = "--batch-size, --accumulate, --print-every: expected 1 or more"
     elif args.batch_size % parts:
-        error += f"a multiple of {parts}, the processes times --accumulate"
+        error = f"{given}: expected a multiple of {parts}, the processes times --accumulate"
     elif args.batch_size > examples:
-        error += f"at most the {examples} training examples"
+        error = f"{given}: expected at most the {examples} training examples"
     elif args.sync_bn and d.device.type == "cpu":
         error = "--sync-bn: torch's SyncBatchNorm needs GPUs, found none; leave the flag out"
     else:
@@ -250,29 +254,24 @@ def main(args):
     check(args, d, len(train_set))
     run = Run(args, d)
     run.load()
-    sampler = StepSampler(len(train_set), args, d)
+    steps = len(train_set) // args.batch_size  # of an epoch
     options = {"num_workers": args.workers, "pin_memory": d.device.type != "cpu"}
     if args.workers and sys.platform == "linux":
         # Python 3.14 would start workers that outlive a killed training.
         options["multiprocessing_context"] = "fork"
-    train_loader = DataLoader(Seeded(train_set, args.seed), batch_sampler=sampler, **options)
-    options["batch_size"] = args.batch_size // (d.world_size * args.accumulate)
-    val_loader, test_loader = (  # every example once: in one of the processes
-        DataLoader(Subset(part, range(d.rank, len(part), d.world_size)), **options)
-        for part in (val_set, test_set)
-    )
     # From here on, a signal is noted, and ends the training after a step. Before, it ends at once.
     for number in {signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}:  # not on Windows
         signal.signal(number, lambda number, frame: signals.append(number))
 
     while run.epoch < args.epochs:
-        sampler.epoch, sampler.first_step = run.epoch, run.step
-        batches = iter(train_loader)
-        while run.step < sampler.steps:
-            progress = (run.epoch + run.step / sampler.steps) / args.epochs
+        pieces = own_pieces(args, d, examples=len(train_set), epoch=run.epoch, first_step=run.step)
+        loader = DataLoader(Seeded(train_set, args.seed), batch_sampler=pieces, **options)
+        batches = iter(loader)
+        while run.step < steps:
+            progress = (run.epoch + run.step / steps) / args.epochs
             run.train_step(batches, lr=args.lr * (1 + math.cos(math.pi * progress)) / 2)
             if d.is_main and run.step % args.print_every == 0:
-                run.show(sampler.steps)
+                run.show(steps)
             stop, save = run.vote(bool(signals), d.is_main and time.monotonic() >= run.save_at)
             if stop or save:
                 run.save()
@@ -280,17 +279,19 @@ def main(args):
                 run.say(f"saved after step {run.step} of epoch {run.epoch + 1}, as a signal asked")
                 sys.exit(75)  # EX_TEMPFAIL: the command that started it may queue it again
         loss, accuracy = means(run.totals)
-        run.epoch, run.step, run.totals = run.epoch + 1, 0, torch.zeros_like(run.totals)
+        run.epoch += 1
+        run.step = 0
+        run.totals.zero_()
         line = f"epoch {run.epoch}/{args.epochs}: train loss {loss:.4f}, accuracy {accuracy:.2%}"
         if args.eval_every and (run.epoch % args.eval_every == 0 or run.epoch == args.epochs):
-            loss, accuracy = run.evaluate(val_loader)
+            loss, accuracy = run.evaluate(val_set, options)
             line += f" | validation loss {loss:.4f}, accuracy {accuracy:.2%}"
             if accuracy > run.best:
                 run.best = accuracy
                 run.write("best.pt", {"model": run.model.state_dict()})
         run.say(line)
     run.save()
-    loss, accuracy = run.evaluate(test_loader)
+    loss, accuracy = run.evaluate(test_set, options)
     run.say(f"done: test loss {loss:.4f}, accuracy {accuracy:.2%}")
 
 

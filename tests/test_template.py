@@ -382,9 +382,7 @@ def share(template, rank, world_size, epoch=0, first_step=0, examples=100, accum
     """The numbers of the examples of a rank, piece by piece, in batches of 12."""
     args = SimpleNamespace(batch_size=12, accumulate=accumulate, seed=0)
     place = SimpleNamespace(rank=rank, world_size=world_size)
-    sampler = template.StepSampler(examples, args, place)
-    sampler.epoch, sampler.first_step = epoch, first_step
-    pieces = list(sampler)
+    pieces = list(template.own_pieces(args, place, examples, epoch, first_step))
     assert {key for piece in pieces for key, _ in piece} == {epoch}
     return [[index for _, index in piece] for piece in pieces]
 
