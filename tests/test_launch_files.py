@@ -67,7 +67,7 @@ def test_every_launch_file_is_run_by_a_test():
         if (
             path.is_file()
             and path.suffix != ".pyc"
-            and path.name not in [*JOBS, "06_trainjob.yaml", "checkpoints.yaml", "Dockerfile"]
+            and path.name not in [*JOBS, "06_trainjob.yaml", "checkpoints.yaml"]
         ):
             run_by_name = f"launch/{path.relative_to(LAUNCH)}" in tests
             assert run_by_name or path.suffix == ".sbatch", (
@@ -556,24 +556,62 @@ def test_the_pods_of_a_trainjob_train_together(small_folder, tmp_path):
     assert out0.count("done: ") == 1 and out1 == ""
 
 
+# Containers
+
+IMAGES = [ROOT / "launch/containers/Dockerfile", ROOT / "launch/containers/apptainer.def"]
+
+
+def test_packages_sh_installs_what_nccl_and_compile_need(tmp_path):
+    """Here: with stand-ins that print how they are called."""
+    for program in ("apt-get", "python", "rm"):
+        (tmp_path / program).write_text(f'#!/bin/sh\necho {program} "$@"\n')
+        (tmp_path / program).chmod(0o755)
+    shutil.copy(ROOT / "launch/containers/packages.sh", tmp_path)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", tmp_path / "packages.sh"]
+    end = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    update, install, remove, pip = end.stdout.splitlines()
+    assert update == "apt-get update"
+    assert install.startswith("apt-get install --yes ")
+    assert {"libibverbs1", "ibverbs-providers", "g++"} <= set(install.split())
+    assert remove.startswith("rm -rf /var/lib/apt/lists/")
+    expected = f"python -m pip install --no-cache-dir --requirement {tmp_path}/requirements.txt"
+    assert pip == expected
+
+
+def test_the_images_install_the_same_packages():
+    """By packages.sh, which needs requirements.txt beside it."""
+    docker, apptainer = (path.read_text() for path in IMAGES)
+    assert (
+        "COPY launch/containers/packages.sh requirements.txt ./\nRUN bash packages.sh\n" in docker
+    )
+    files = dict(re.findall(r"^    (\S+) (/opt/\S+)$", apptainer.split("%post")[0], re.M))
+    assert list(files) == ["launch/containers/packages.sh", "requirements.txt"]
+    assert all((ROOT / file).exists() for file in files)
+    packages, requirements = map(Path, files.values())
+    assert requirements == packages.with_name("requirements.txt")
+    assert f"%post\n    bash {packages}\n" in apptainer
+    (base,) = re.findall(r"^FROM (python:3\.\d+-slim)$", docker, re.M)
+    assert f"Bootstrap: docker\nFrom: {base}\n" in apptainer
+
+
 @pytest.mark.slow
 def test_the_image_holds_all_that_the_jobs_need(tmp_path):
-    """Here: a folder with what the Dockerfile copies, in which the scripts of the jobs say how they
-    are used.
+    """Here: a folder with what the Dockerfile copies, in which the scripts of the jobs, and
+    preflight, say how they are used.
     """
-    lines = (LAUNCH / "kubernetes/Dockerfile").read_text().splitlines()
-    assert any(re.fullmatch(r"FROM python:3\.\d+-slim", line) for line in lines)
-    assert "RUN pip install --no-cache-dir --requirement requirements.txt" in lines
-    installed = next(line for line in lines if line.startswith("RUN apt-get"))
-    assert {"libibverbs1", "ibverbs-providers", "g++"} <= set(installed.split())
+    lines = (ROOT / "launch/containers/Dockerfile").read_text().splitlines()
     for *names, target in (line.split()[1:] for line in lines if line.startswith("COPY ")):
         for path in (path for name in names for path in ROOT.glob(name)):
             copy = shutil.copytree if path.is_dir() else shutil.copy
             copy(path, tmp_path / target if path.is_dir() else tmp_path)
     assert (tmp_path / "requirements.txt").exists()
+    scripts = [["launch/preflight.py"]]
     for file in JOBS:
         _, given = torchrun_of(read(file)[0])
-        command = [sys.executable, given.training_script, *given.training_script_args, "--help"]
+        scripts.append([given.training_script, *given.training_script_args])
+    for script in scripts:
+        command = [sys.executable, *script, "--help"]
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         end = subprocess.run(
             command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300

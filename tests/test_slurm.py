@@ -22,6 +22,44 @@ def batch(folder, *lines, options=""):
     return path
 
 
+# They check how a batch file calls a program that is not installed here, and run its command on the
+# node itself.
+STAND_INS = {
+    "apptainer": """\
+[ "$1 $2 $3" = "exec --nv ladder.sif" ] || { echo "apptainer $*: not expected"; exit 255; }
+shift 3
+exec "$@"
+""",
+    "srun": """\
+for argument; do
+    case $argument in
+        --container-*) echo "$argument" >>"$(dirname "$0")/options" ;;
+        *) kept+=("$argument") ;;
+    esac
+done
+exec /usr/bin/srun "${kept[@]}"
+""",
+}
+
+
+def with_lines(file, folder, *lines):
+    """Write a copy of a file of launch/slurm with more lines before its first command, and with
+    stand-ins for containers.
+    """
+    if file in ("05_apptainer.sbatch", "05_pyxis.sbatch"):
+        program = "apptainer" if "apptainer" in file else "srun"
+        stand_in = folder / "bin" / program
+        stand_in.parent.mkdir()
+        stand_in.write_text("#!/bin/bash\n" + STAND_INS[program])
+        stand_in.chmod(0o755)
+        lines = (*lines, f"export PATH={stand_in.parent}:$PATH")
+    text = (ROOT / "launch/slurm" / file).read_text()
+    first = "set -euo pipefail\n"
+    assert text.count(first) == 1
+    (folder / file).write_text(text.replace(first, "\n".join([*lines, first])))
+    return folder / file
+
+
 def ranks(text):
     """(launcher, rank, world size, local rank, local world size, sum), of every line of the
     ten-line script.
@@ -206,7 +244,7 @@ def test_an_sbatch_file_trains_as_it_stands(slurm, file, tmp_path, small_folder)
         write_mnist(tmp_path / "MNIST/raw", 64)
         given = ["--data-dir", tmp_path]
         world = "world size 2 (1 on this machine)"
-    job = slurm.sbatch(ROOT / "launch/slurm" / file, *given)
+    job = slurm.sbatch(with_lines(file, tmp_path), *given)
     assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
     out = slurm.output(job)
     assert world in out and out.count(done) == 1
@@ -214,18 +252,22 @@ def test_an_sbatch_file_trains_as_it_stands(slurm, file, tmp_path, small_folder)
         assert "mnist: 64 train and 64 test images" in out and "mnist_net" in out
         tasks = [slurm.show(job)[key] for key in ("NumNodes", "NumTasks", "NumCPUs")]
         assert tasks == ["2", "2", "8"], "all cores of both machines"
+    if file == "05_pyxis.sbatch":
+        assert (tmp_path / "bin/options").read_text().splitlines() == [
+            f"--container-image={ROOT}/ladder.sqsh",
+            f"--container-mounts={ROOT}",
+            f"--container-workdir={ROOT}",
+        ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [file for file in SBATCH if file != "05_mnist_cpu.sbatch"])
 def test_the_lines_for_gpus_give_every_process_its_gpus(slurm, file, tmp_path):
     """The lines for gpus give every process the gpus of its machine."""
-    text = (ROOT / "launch/slurm" / file).read_text()
-    enabled = text.replace("# SBATCH --gpus", "#SBATCH --gpus").replace(
-        "# module load", f"export PYTHONPATH={tmp_path} #"
-    )
-    assert enabled.count("#SBATCH --gpus") == 1 and f"PYTHONPATH={tmp_path}" in enabled
-    (tmp_path / file).write_text(enabled)
+    path = with_lines(file, tmp_path, f"export PYTHONPATH={tmp_path}")
+    enabled = path.read_text().replace("# SBATCH --gpus", "#SBATCH --gpus")
+    assert enabled.count("#SBATCH --gpus") == 1
+    path.write_text(enabled)
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if 'torchrun' not in ' '.join(sys.orig_argv):\n"
@@ -240,7 +282,7 @@ def test_the_lines_for_gpus_give_every_process_its_gpus(slurm, file, tmp_path):
     try:
         wait_until(lambda: "R" in slurm.run("squeue", "--noheader", "--format=%t").stdout, 120)
         cores = ["--cpus-per-task=3"] * file.endswith("torchrun.sbatch")  # not as many as GPUs
-        job = slurm.sbatch(tmp_path / file, options=["--nodelist=n01,n02", *cores])
+        job = slurm.sbatch(path, options=["--nodelist=n01,n02", *cores])
         assert slurm.wait(job) == ("COMPLETED", 0), slurm.output(job)
     finally:
         other.terminate()
