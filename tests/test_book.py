@@ -200,6 +200,13 @@ OTHERS = {
     "--logdir": "tensorboard",
     "--cap-add": "docker",
     "--network": "docker",
+    "--device": "docker",
+    "--ulimit": "docker",
+    "--bind": "apptainer",
+    "--nv": "apptainer",
+    "--container-image": "srun with pyxis",
+    "--container": "srun with pyxis",
+    "--me": "squeue, whose help leaves it out",
     "--pid": "py-spy",
     "--test-only": "sbatch, whose help leaves it out",
     "--open-mode": "sbatch, whose help leaves it out",
@@ -311,6 +318,9 @@ def check_python(arguments, monkeypatch):
 
 
 def check(text, monkeypatch, slurm_help):
+    # of a batch file: a number, the flags of its user, the background
+    text = re.sub(r'"\$(SLURM_ARRAY_TASK_ID|seed)"', "3", text)
+    text = text.replace(' "$@"', "").removesuffix(" &")
     _, program, arguments = split(text)
     if program == "python":
         check_python(arguments, monkeypatch)
@@ -355,6 +365,8 @@ def check(text, monkeypatch, slurm_help):
         assert (ROOT / arguments[2]).exists()
     elif program == "docker" and "--file" in arguments:
         assert (ROOT / arguments[arguments.index("--file") + 1]).exists()
+    elif program == "apptainer":
+        assert arguments[0] == "build" and (ROOT / arguments[-1]).exists()
     elif program == "docker" and "torchrun" in arguments:
         check(shlex.join(arguments[arguments.index("torchrun") :]), monkeypatch, None)
     elif program in ("ssh", "pdsh"):  # %n is the number that pdsh gives to each host
@@ -376,6 +388,11 @@ def check(text, monkeypatch, slurm_help):
             "sudo",
             "git",
             "pip",
+            # of a batch file
+            "#SBATCH",
+            "for",
+            "done",
+            "wait",
         )
         assert program in known, f"{text}: teach this test how to check {program}"
 

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 import nbclient
 import nbformat
 import pytest
+import slurm_errors
 import torch
 import torch.distributed as dist
 from launchers import meet, slurm_step, torchrun
@@ -37,6 +38,7 @@ from common.ddp_flags import parse_spawn_args
 from common.distributed import Address, free_port, rendezvous, setup_device, setup_distributed
 from imagenet.launch_checks import check_restarts
 from tools.lab import hosts as hosts_module
+from tools.lab import slurm_cluster
 
 PAGE = ROOT / "docs/troubleshooting.md"
 # those that users report, in the order of how much they bite; there may be more entries
@@ -89,7 +91,19 @@ def version(text):
     return tuple(map(int, re.search(r"\d+\.\d+", text)[0].split(".")))
 
 
-def provokes(*numbers):
+def other_version(program):
+    """Why what this program prints here may differ from the page, or None."""
+    if program == "slurm":
+        release = re.search(r"\d+\.\d+", subprocess.getoutput("srun --version"))
+        if release and f"Slurm {release[0]}" not in PAGE.read_text():
+            return f"the page does not quote Slurm {release[0]}"
+    elif version(torch.__version__) < version(PAGE.read_text()):
+        # one that is newer than the page must be compared
+        return "the page quotes a newer PyTorch"
+    return None
+
+
+def provokes(*numbers, program="torch"):
     """A decorator for a test that returns what was printed: all that these entries quote must be in
     it.
     """
@@ -101,9 +115,8 @@ def provokes(*numbers):
         @functools.wraps(test)
         def compare(*args, **kwargs):
             printed = test(*args, **kwargs)
-            if version(torch.__version__) < version(PAGE.read_text()):
-                # one that is newer than the page must be compared
-                pytest.skip("the page quotes a newer PyTorch")
+            if reason := other_version(program):
+                pytest.skip(reason)
             for number in numbers:
                 entry = ENTRIES[number]
                 assert entry.provoked, f"entry {number} quotes nothing that could be provoked"
@@ -585,6 +598,77 @@ def test_a_name_that_does_not_resolve_is_named(quick):
     return raised(
         plain, lambda: rendezvous(Address("no-such-host.invalid", 29500, ""), 1, 2, 9 * SHORT)
     )
+
+
+# What Slurm says
+
+
+def reasons(number):
+    """The reasons in the table of an entry."""
+    cells = re.findall(r"^\| (`[^|]*`) \|", ENTRIES[number].body, re.M)
+    return [reason.strip("`") for cell in cells for reason in cell.split("`, `")]
+
+
+def assert_all_reasons(number, text):
+    assert len(reasons(number)) > 5
+    absent = [reason for reason in reasons(number) if not pattern(reason).search(one_line(text))]
+    assert absent == [], text
+
+
+@pytest.mark.slow
+@provokes(51, program="slurm")
+def test_slurm_says_why_it_refuses_a_job():
+    need(slurm_cluster.missing())
+    text = slurm_errors.provoke(slurm_errors.Strict, [slurm_errors.refused])
+    assert_all_reasons(51, text)
+    assert "srun: error: Unable to allocate resources: Invalid partition name specified" in text
+    return text
+
+
+@pytest.mark.slow
+def test_slurm_says_why_a_job_waits():
+    need(slurm_cluster.missing())
+    text = slurm_errors.provoke(slurm_errors.Lenient, [slurm_errors.pending])
+    if not other_version("slurm"):
+        assert_all_reasons(52, text)
+        assert "GPU 3 fell off the b" in text, "sinfo -R says why a node is drained"
+
+
+@pytest.mark.slow
+@provokes(53, 55, program="slurm")
+def test_slurm_says_why_a_job_ends():
+    """And which GPUs steps get that run side by side: docs/slurm.md says it."""
+    need(slurm_cluster.missing())
+    mistakes = [slurm_errors.not_again, slurm_errors.steps]
+    text = slurm_errors.provoke(slurm_errors.Strict, mistakes)
+    both, one_each = text.split("--gpus=1:")[1].split("--gpus-per-node=1:")
+    assert sorted(re.findall("has GPU (.*)", both)) == ["0,1", "0,1"]
+    assert sorted(re.findall("has GPU (.*)", one_each)) == ["0", "1"]
+    return text
+
+
+@pytest.mark.slow
+@provokes(54, program="slurm")
+def test_slurm_ends_a_job_at_its_limits():
+    need(slurm_cluster.missing())
+    if not slurm_errors.MEMORY.is_dir():
+        pytest.skip("needs cgroups of version 1, with memory")
+    mistakes = [slurm_errors.out_of_memory, slurm_errors.time_limit]
+    return slurm_errors.provoke(slurm_errors.Confined, mistakes)
+
+
+@pytest.mark.slow
+def test_a_job_runs_the_code_of_its_folder_when_it_starts(slurm, tmp_path):
+    """But its batch file is as it was submitted."""
+    (tmp_path / "train.py").write_text("print('old train.py')\n")
+    file = tmp_path / "job.sbatch"
+    file.write_text("#!/bin/bash\necho old batch file\npython train.py\n")
+    job = slurm.sbatch(file, options=["--hold", f"--chdir={tmp_path}"])
+    (tmp_path / "train.py").write_text("print('new train.py')\n")
+    file.write_text("#!/bin/bash\necho new batch file\n")
+    slurm.run("scontrol", "release", job)
+    assert slurm.wait(job) == ("COMPLETED", 0)
+    assert slurm.output(job) == "old batch file\nnew train.py\n"
 
 
 # What is no error, and wrong all the same

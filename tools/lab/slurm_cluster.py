@@ -158,8 +158,14 @@ def wait_until(condition, seconds):
 class SlurmCluster:
     """A cluster that exists during a `with` block, with its files in a folder.
 
-    The folder's path must be short, because it contains sockets: at most 80 characters.
+    The folder's path must be short, because it contains sockets: at most 80 characters. A
+    subclass may have another `config`, the text of slurm.conf, or `cgroup`, that of cgroup.conf.
     """
+
+    config = CONFIG
+    # Slurm detects the cgroup version even if it uses no cgroups, and exits if it cannot. So
+    # set it.
+    cgroup = "CgroupPlugin=cgroup/v1\n"
 
     def __init__(self, folder, nodes=("n01", "n02", "n03", "gpu-a01"), cpus=4):
         self.folder = Path(folder).resolve()
@@ -195,7 +201,7 @@ class SlurmCluster:
         port = free_ports(1 + len(self.nodes))
         # Jobs of one id, of two clusters on this machine, would listen at the same port.
         job = random.randrange(1, 10**6)
-        config = CONFIG.format(
+        config = self.config.format(
             folder=self.folder, hostname=socket.gethostname().split(".")[0], port=port, job=job
         )
         hosts = Path("/etc/hosts").read_text().rstrip("\n") + "\n"
@@ -204,9 +210,7 @@ class SlurmCluster:
             hosts += f"127.0.1.{i} {name}\n"
         Path(self.conf).write_text(config)
         (self.folder / "hosts").write_text(hosts)
-        # Slurm detects the cgroup version even if it uses no cgroups, and exits if it cannot. So
-        # set it.
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self.folder / "cgroup.conf").write_text(self.cgroup)
         # Four GPUs per node, which Slurm gives to jobs, although the machine may have none:
         # /dev/null stands for each.
         for k in range(4):
