@@ -22,6 +22,18 @@ class Check(NamedTuple):
     change: str = ""  # the line that mends it
 
 
+def worst(name, faults):
+    """Return the Check of the worst fault, which says how many others there are.
+
+    Args:
+        name: str.
+        faults: list of (verdict, what was found, what to do).
+    """
+    verdict, found, change = min(faults, key=lambda fault: fault[0] != "FAIL")
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return Check(name, verdict, found + more, change)
+
+
 def check_ranks(all_facts, world_size):
     """All ranks answered, and no two claim to be the same."""
     present = group(all_facts, "rank")
@@ -187,7 +199,14 @@ def check_versions(all_facts):
                 what = f"Python {first['python']}"
             change = f"the same on all machines: {what} on {', '.join(machines)}"
             return Check("versions", "FAIL", found, change)
-    return Check("versions", "ok", f"torch {first['torch']}, Python {first['python']} everywhere")
+    drivers = {version: ranks for version, ranks in group(all_facts, "driver").items() if version}
+    if len(drivers) > 1:  # a warning: CUDA runs with any driver that is new enough for it
+        found = "; ".join(f"driver {name} on {span(ranks)}" for name, ranks in drivers.items())
+        change = "the same NVIDIA driver on all machines, if one of them is slow or fails"
+        return Check("versions", "warn", found, change)
+    driver = f", driver {first['driver']}" if first["driver"] else ""
+    found = f"torch {first['torch']}, Python {first['python']}{driver} everywhere"
+    return Check("versions", "ok", found)
 
 
 def check_code(all_facts):

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from common.distributed import LaunchError, setup_device
+from machine_checks.gpu_health import ask_nvidia_smi, driver_version
+from machine_checks.infiniband import infiniband_facts
+from machine_checks.xids import ask_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 SIOCGIFADDR = 0x8915  # the request for an interface's address; in linux/sockios.h
@@ -49,6 +52,9 @@ def facts(launcher, ranks):
         problem = str(error)
     if device.type == "cpu":
         problem = problem or unusable_gpus()
+    about_device = device_facts(device)
+    # Once per machine. On WSL2 the driver does not list its GPUs; torch for AMD has no CUDA.
+    asks = ranks.local_rank == 0 and (about_device["cuda"] or has_nvidia_gpus())
     return {
         "launcher": launcher,
         "rank": ranks.rank,
@@ -57,7 +63,7 @@ def facts(launcher, ranks):
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "problem": problem,
-        **device_facts(device),
+        **about_device,
         "interfaces": interfaces(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -65,6 +71,10 @@ def facts(launcher, ranks):
         "shared_memory": shared_memory(),
         "threads": torch.get_num_threads(),
         "cores": cores(),
+        "driver": driver_version(),
+        "gpu_health": ask_nvidia_smi() if asks else None,
+        "xids": ask_kernel() if asks else None,
+        "infiniband": infiniband_facts(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
@@ -94,13 +104,18 @@ def device_facts(device):
     return told
 
 
+def has_nvidia_gpus():
+    """Return whether this machine has NVIDIA GPUs that are not hidden from this process."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and NVIDIA.is_dir() and any(NVIDIA.iterdir())
+
+
 def unusable_gpus():
     """Return why torch cannot use the NVIDIA GPUs of this machine.
 
     None: there are none, or they are hidden.
     """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if hidden or not NVIDIA.is_dir() or not any(NVIDIA.iterdir()):
+    if not has_nvidia_gpus():
         return None
     try:
         torch.cuda.init()

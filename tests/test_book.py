@@ -393,6 +393,13 @@ def check(text, monkeypatch, slurm_help):
             "for",
             "done",
             "wait",
+            # of docs/health.md
+            "nvidia-smi",
+            "dcgmi",
+            "ibstat",
+            "ib_write_bw",
+            "show_gids",
+            "ulimit",
         )
         assert program in known, f"{text}: teach this test how to check {program}"
 

@@ -823,7 +823,7 @@ def test_preflight_prints_json_if_asked_for(tmp_path):
     assert [(check["verdict"], check["name"]) for check in checks] == [
         (verdict.strip(), name) for verdict, name in found
     ]
-    assert "{" not in text and len(found) == 12
+    assert "{" not in text and len(found) == 15
 
 
 def test_two_ranks_may_try_the_same_new_file(tmp_path, monkeypatch):

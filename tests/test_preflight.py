@@ -33,7 +33,7 @@ CHECKS = [
     "code",
     "clocks",
 ]
-CHECKS += ["shared memory", "threads", "all_reduce"]
+CHECKS += ["shared memory", "threads", "GPU health", "Xid errors", "InfiniBand", "all_reduce"]
 
 
 def verdicts(out):
@@ -191,7 +191,7 @@ def test_srun_on_two_nodes_prints_a_line_for_each_rank(slurm):
     ]
     assert re.search(r"^64 MiB +[\d.]+ ms +[\d.]+ GB/s$", out, re.M)
     assert (
-        out.endswith("preflight: 0 of 12 checks failed, 0 with a warning\n")
+        out.endswith("preflight: 0 of 15 checks failed, 0 with a warning\n")
         or "warn  threads" in out
     )
 
@@ -266,6 +266,10 @@ def fact(rank, **more):
         "shared_memory": 2**33,
         "threads": 2,
         "cores": [0, 1, 2, 3],
+        "driver": None,
+        "gpu_health": None,
+        "xids": None,
+        "infiniband": {"ports": {}, "has_devices": False, "has_library": False, "memlock": None},
         "variables": {},
     } | more
 

@@ -1,6 +1,10 @@
-"""Run launch/preflight.py with a fault: FAKE names the fault, FAKE_RANK the rank (default: 1)."""
+"""Run launch/preflight.py with a fault: FAKE names the fault, FAKE_RANK the rank (default: 1).
+
+"gpu" and "machine" are faults of all ranks.
+"""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -13,7 +17,7 @@ import torch
 
 from common.distributed import find_launcher, original_environment
 from common.errors import one_line_errors
-from machine_checks import all_reduce
+from machine_checks import all_reduce, gpu_health, infiniband, xids
 from machine_checks import facts as facts_module
 
 
@@ -29,7 +33,21 @@ def same_gpu(facts):
     return lambda *args: facts(*args) | {"device_id": "GPU-0d1e", "gpus": 1}
 
 
+def machine():
+    """Give this machine the GPUs, adapters and limits that the folder FAKE_MACHINE describes."""
+    folder = Path(os.environ["FAKE_MACHINE"])
+    facts_module.NVIDIA = folder / "gpus"
+    facts_module.unusable_gpus = lambda: None  # torch has none of them
+    infiniband.ADAPTERS = folder / "class"
+    infiniband.DEVICES = folder / "dev"
+    infiniband.STATUS = folder / "status"
+    infiniband.LIBRARY = "libc.so.6"
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, 2**16))
+    gpu_health.PATIENCE = xids.PATIENCE = float(os.environ.get("FAKE_PATIENCE", 5))
+
+
 FAKES = {
+    "machine": machine,
     "gpu": lambda: setattr(preflight, "facts", same_gpu(preflight.facts)),
     "torch": lambda: setattr(torch, "__version__", "2.6.0+cu124"),
     "code": lambda: setattr(facts_module, "code_hash", lambda: "0badc0de"),
@@ -44,6 +62,6 @@ if __name__ == "__main__":
     with one_line_errors():
         _, ranks = find_launcher(original_environment())
         for fake in os.environ["FAKE"].split(","):
-            if fake == "gpu" or ranks.rank == int(os.environ.get("FAKE_RANK", 1)):
+            if fake in ("gpu", "machine") or ranks.rank == int(os.environ.get("FAKE_RANK", 1)):
                 FAKES[fake]()
         preflight.main()
