@@ -15,6 +15,7 @@ import torch
 from processes import ROOT, start
 
 from launch import why_hang
+from tools.lab.slurm_cluster import wait_until
 
 HANGS = ROOT / "tests/helpers/hangs.py"
 # case: (ranks, the first line that `ask` prints)
@@ -79,6 +80,26 @@ def test_the_first_line_names_the_ranks_and_the_lines(case, tmp_path, monkeypatc
         job.kill()  # torchrun
     assert asked.returncode == 0, asked.stderr
     assert re.match(expected, asked.stdout), asked.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GLOO_RECORDS, reason="this torch does not record the calls of gloo")
+def test_a_host_that_is_lost_is_named(hosts, tmp_path):
+    folder = tmp_path / "hang"
+    variables = {"WHY_HANG": folder, "OMP_NUM_THREADS": 1}
+    for k in (0, 1):
+        torchrun = ["torchrun", "--nnodes=2", f"--node-rank={k}", "--master-addr=10.77.0.1"]
+        command = [*torchrun, "launch/why_hang.py", "run", HANGS, "stopped"]
+        hosts.popen(k, *command, variables=variables)
+    assert wait_until(lambda: len(list(folder.glob("started-*"))) == 2, 120)
+    hosts.cut(1)  # first, so that no process says goodbye
+    hosts.kill(1)
+    time.sleep(1)  # until rank 0 waits for rank 1
+    asked = hosts.popen(0, "python", "launch/why_hang.py", "ask", variables=variables)
+    lost, waits, where = asked.communicate(timeout=60)[0].splitlines()
+    assert re.fullmatch(r"rank 1: process \d+ on host2 does not answer: look whether .*", lost)
+    assert re.match(r"rank 0 in call \d+ of the group default_pg: all_reduce \[3\] at ", waits)
+    assert where.startswith("rank 0 is at ") and "in stopped()" in where
 
 
 def entry(number, name, shape, done=True, state="scheduled", line=7):
