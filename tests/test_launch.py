@@ -204,7 +204,9 @@ def test_torchrun_under_nohup_survives_its_terminal_without_its_own_sighup(tmp_p
     torchrun += ["--signals-to-handle=SIGTERM,SIGINT"] if survives else []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(["nohup", *torchrun, "wait.py"], cwd=tmp_path, **pipes)
-    read_until(process, "started")
+    lines = ""
+    while lines.count("started") < 2:  # of both processes; two lines may arrive as one
+        lines += read_until(process, "started")
     process.send_signal(signal.SIGHUP)
     if survives:
         (tmp_path / "continue").touch()
