@@ -600,7 +600,7 @@ def test_the_image_holds_all_that_the_jobs_need(tmp_path):
     """Here: a folder with what the Dockerfile copies, in which the scripts of the jobs, and
     preflight, say how they are used.
     """
-    lines = (ROOT / "launch/containers/Dockerfile").read_text().splitlines()
+    lines = IMAGES[0].read_text().splitlines()
     for *names, target in (line.split()[1:] for line in lines if line.startswith("COPY ")):
         for path in (path for name in names for path in ROOT.glob(name)):
             copy = shutil.copytree if path.is_dir() else shutil.copy

@@ -636,7 +636,7 @@ def test_slurm_says_why_a_job_waits():
 
 @pytest.mark.slow
 @provokes(53, 55, program="slurm")
-def test_slurm_says_why_a_job_ends():
+def test_slurm_says_why_it_starts_no_step_and_requeues_no_job():
     """And which GPUs steps get that run side by side: docs/slurm.md says it."""
     need(slurm_cluster.missing())
     mistakes = [slurm_errors.not_again, slurm_errors.steps]

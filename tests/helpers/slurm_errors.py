@@ -1,6 +1,8 @@
 """Provoke the errors that a first user of Slurm meets, on clusters of their own.
 
-sudo .venv/bin/python tests/helpers/slurm_errors.py
+The tests compare them with docs/troubleshooting.md. To see all of them:
+
+    sudo .venv/bin/python tests/helpers/slurm_errors.py
 """
 
 import sys
@@ -92,11 +94,16 @@ def refused(cluster):
     return "".join(answers)
 
 
-def not_again(cluster):
-    """Return what Slurm says of a job that it may not queue again."""
+def requeue(cluster):
+    """Ask Slurm to queue a running job again, and return its answer."""
     job = cluster.sbatch(job_file(cluster, "sleep 600"))
     assert wait_until(lambda: cluster.show(job)["JobState"] == "RUNNING", 60)
-    answer = printed(cluster, "scontrol", "requeue", job)
+    return printed(cluster, "scontrol", "requeue", job)
+
+
+def not_again(cluster):
+    """Return what Slurm says of a job that it may not queue again."""
+    answer = requeue(cluster)
     cluster.clear()
     return answer
 
@@ -122,7 +129,6 @@ def pending(cluster):
     everything = f"--nodes={len(cluster.nodes)}"
     submit(cluster, everything, "--exclusive", "--job-name=busy")
     assert wait_until(lambda: "R" in printed(cluster, "squeue", "-h", "--format=%t"), 60)
-    drained = cluster.nodes[0]
     waiting = [
         ["--partition=short", "--time=20:00"],
         ["--partition=short", "--nodes=2"],
@@ -142,32 +148,31 @@ def pending(cluster):
     def reasons():
         return printed(cluster, "squeue", "--states=PENDING", "--noheader", "--format=%r")
 
-    def has(*words):
-        return wait_until(lambda: all(word in reasons() for word in words), 60)
+    def wait_for(*words):
+        wait_until(lambda: all(word in reasons() for word in words), 60)
 
-    has("Resources", "Priority", "DependencyNeverSatisfied", "PartitionDown")
+    wait_for("Resources", "Priority", "DependencyNeverSatisfied", "PartitionDown")
     text = reasons()
     cluster.clear()
     for _ in range(2):
         submit(cluster, "--licenses=matlab:1")
     submit(cluster, "--array=0-1%1")
-    has("Licenses", "JobArrayTaskLimit")
+    wait_for("Licenses", "JobArrayTaskLimit")
     text += reasons()
     cluster.clear()
-    job = cluster.sbatch(job_file(cluster, "sleep 600"))
-    assert wait_until(lambda: cluster.show(job)["JobState"] == "RUNNING", 60)
-    cluster.run("scontrol", "requeue", job)
-    has("BeginTime")
+    requeue(cluster)
+    wait_for("BeginTime")
     text += reasons()
     cluster.clear()
+    drained = cluster.nodes[0]
     reason = "GPU 3 fell off the bus"
     cluster.run("scontrol", "update", f"nodename={drained}", "state=drain", f"reason={reason}")
     submit(cluster, f"--nodelist={drained}")
-    has("ReqNodeNotAvail")
+    wait_for("ReqNodeNotAvail")
     text += reasons() + printed(cluster, "sinfo", "-R")
     cluster.clear()
     submit(cluster, everything)
-    has("DRAINED")
+    wait_for("DRAINED")
     return text + reasons()
 
 
