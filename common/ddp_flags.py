@@ -1,4 +1,4 @@
-"""The flags that 03, 04 and 05 add."""
+"""The flags that 03, 04, 05 and 07 add."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from common.flags import launched_copies, shared_flags, warn, whole_number
+from common.flags import launched_copies, number, shared_flags, warn, whole_number
 from common.other_flags import OF_03_TO_05, OF_04
 
 
@@ -15,11 +15,57 @@ def parse_ddp_args(doc):
     """Parse the flags of 03 and 05: those of 01, and --sync-bn."""
     parser = _ddp_flags(doc, OF_03_TO_05)
     args = parser.parse_args()
+    _warn_of_restarts(parser, "06_imagenet.py --resume continues")
+    return args
+
+
+def parse_fsdp_args(doc):
+    """Parse the flags of 07: those of 03, and those of a sharded model."""
+    parser = _ddp_flags(doc, OF_03_TO_05)
+    add = parser.add_argument
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    add(
+        "--shard-size",
+        type=whole_number(1),
+        default=world_size,
+        metavar="N",
+        help="ranks that share one copy of the model; all of them by default",
+    )
+    add(
+        "--reshard-after-forward",
+        dest="reshard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="free a block's weights between its forward and its backward pass",
+    )
+    add(
+        "--checkpoint-activations",
+        action="store_true",
+        help="keep only the inputs of the blocks, and compute the rest again in the backward pass",
+    )
+    add("--amp", choices=("none", "bf16"), default="none", help="type to gather and compute in")
+    add("--clip-grad", type=number(above=0), metavar="X", help="limit the norm of the gradients")
+    add(
+        "--checkpoints-path",
+        metavar="DIR",
+        help="save there after each epoch, and continue from the newest epoch there",
+    )
+    args = parser.parse_args()
+    if world_size % args.shard_size:
+        parser.error(
+            f"--shard-size {args.shard_size} of {world_size} ranks: "
+            "expected a number that divides the number of ranks"
+        )
+    if not args.checkpoints_path:
+        _warn_of_restarts(parser, "--checkpoints-path DIR continues")
+    return args
+
+
+def _warn_of_restarts(parser, remedy):
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("RANK") == "0":
         found = f"{parser.prog}: --max-restarts={restarts}"
-        warn(f"{found}: each restart begins at epoch 1; 06_imagenet.py --resume continues")
-    return args
+        warn(f"{found}: each restart begins at epoch 1; {remedy}")
 
 
 def parse_spawn_args(doc):

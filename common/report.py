@@ -41,7 +41,7 @@ class Report:
         self.record |= {
             "model": args.arch,
             "global_batch": args.batch_size * world_size,
-            "amp": "none",
+            "amp": getattr(args, "amp", "none"),
             "sync_bn": getattr(args, "sync_bn", False),
         }
         if args.log_file:

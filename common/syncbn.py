@@ -7,8 +7,11 @@ from torch import nn
 from common.errors import UserError
 
 
-def convert_sync_batchnorm(model):
+def convert_sync_batchnorm(model, device=None):
     """Return the model with synchronized batch norm: PyTorch's on GPUs, ours elsewhere.
+
+    Args:
+        device: torch.device on which the model will train. None: where it is now.
 
     Raises:
         UserError: the model has a batch norm of another library, which may do more, as timm's
@@ -20,12 +23,13 @@ def convert_sync_batchnorm(model):
             raise UserError(
                 f"--sync-bn: {found}; leave out --sync-bn, or use a model of torchvision"
             )
-    if any(p.is_cuda for p in model.parameters()):
+    on_gpu = device.type == "cuda" if device else any(p.is_cuda for p in model.parameters())
+    if on_gpu:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if isinstance(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
         return SyncBatchNorm.like(model)
     for name, child in model.named_children():
-        setattr(model, name, convert_sync_batchnorm(child))
+        setattr(model, name, convert_sync_batchnorm(child, device))
     return model
 
 
