@@ -23,13 +23,11 @@ def parse_fsdp_args(doc):
     """Parse the flags of 07: those of 03, and those of a sharded model."""
     parser = _ddp_flags(doc, OF_03_TO_05)
     add = parser.add_argument
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
     add(
         "--shard-size",
         type=whole_number(1),
-        default=world_size,
         metavar="N",
-        help="ranks that share one copy of the model; all of them by default",
+        help="ranks that share one copy of the model; without it, all ranks share one",
     )
     add(
         "--reshard-after-forward",
@@ -51,6 +49,8 @@ def parse_fsdp_args(doc):
         help="save there after each epoch, and continue from the newest epoch there",
     )
     args = parser.parse_args()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # an error of main if it is missing
+    args.shard_size = args.shard_size or world_size
     if world_size % args.shard_size:
         parser.error(
             f"--shard-size {args.shard_size} of {world_size} ranks: "

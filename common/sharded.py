@@ -146,8 +146,8 @@ def bytes_held(model, optimizer):
         ],
     }
     texts = [
-        f"{sum(local_bytes(t) for t in tensors) / 1e6:.1f} of "
-        f"{sum(t.numel() * t.element_size() for t in tensors) / 1e6:.1f} MB of {name}"
+        f"{sum(local_bytes(t) for t in tensors) / 1e6:.2f} of "
+        f"{sum(t.numel() * t.element_size() for t in tensors) / 1e6:.2f} MB of {name}"
         for name, tensors in parts.items()
     ]
     return f"rank 0 holds {', '.join(texts)}"

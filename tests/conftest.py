@@ -29,17 +29,19 @@ def run(monkeypatch, capfd):
     """Run a script of the ladder to its end in this process, which spares the seconds of importing
     torch.
 
-    03 and 05 find in the environment that they are the only process. Returns a function (script,
+    03, 05 and 07 find in the environment that they are alone. Returns a function (script,
     *flags) -> namespace of code, out and err.
     """
+    torchrun = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+    }
     launchers = {
-        "03": {
-            "RANK": 0,
-            "WORLD_SIZE": 1,
-            "LOCAL_RANK": 0,
-            "LOCAL_WORLD_SIZE": 1,
-            "MASTER_ADDR": "127.0.0.1",
-        },
+        "03": torchrun,
+        "07": torchrun,
         "05": slurm_step() | {"CUDA_VISIBLE_DEVICES": 0},
     }
 

@@ -312,7 +312,7 @@ def check_python(arguments, monkeypatch):
     if given in (["--help"], ["-h"]):
         return
     if file == "tools/steps.py":
-        assert not given or given[0] in ("02", "03", "04", "05")
+        assert not given or given[0] in ("02", "03", "04", "05", "07")
         return
     parse(monkeypatch, file, *given)
 
@@ -328,7 +328,10 @@ def check(text, monkeypatch, slurm_help):
         options, file, given = launched(arguments)
         args = get_args_parser().parse_args([*options, file, *given])
         assert (args.training_script, args.training_script_args) == (file, given)
-        check_python([file, *given], monkeypatch)
+        with monkeypatch.context() as patch:
+            if args.nproc_per_node.isdigit():  # 07 reads it before it trains
+                patch.setenv("WORLD_SIZE", args.nproc_per_node)
+            check_python([file, *given], patch)
     elif program == "srun":
         options, file, given = launched(arguments)
         known = slurm_help("srun")

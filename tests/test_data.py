@@ -5,6 +5,7 @@ import functools
 import gzip
 import hashlib
 import http.server
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -120,16 +121,17 @@ def test_normalised_images_have_mean_0_and_deviation_1():
     assert (images.std((0, 2, 3)) - 1).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("script", SCRIPTS[2:])
+@pytest.mark.parametrize("script", [*SCRIPTS[2:], "07_fsdp.py"])
 def test_no_two_ranks_draw_the_same_stream(script):
     source = (ROOT / script).read_text()
     (expression,) = re.findall(r"torch\.manual_seed\((.*\brank\b.*)\)  #", source)
+    epochs = range(3 if "epoch" in expression else 1)  # 07 draws anew in each epoch
     streams = set()
-    for seed in (0, 1, 2):
-        for rank in range(300):
-            torch.manual_seed(eval(expression, {"args": flags("--seed", seed), "rank": rank}))
-            streams.add(tuple(torch.randint(1 << 30, (4,)).tolist()))
-    assert len(streams) == 3 * 300
+    for seed, epoch, rank in itertools.product((0, 1, 2), epochs, range(300)):
+        names = {"args": flags("--seed", seed), "rank": rank, "world_size": 300, "epoch": epoch}
+        torch.manual_seed(eval(expression, names))
+        streams.add(tuple(torch.randint(1 << 30, (4,)).tolist()))
+    assert len(streams) == 3 * len(epochs) * 300
 
 
 # Loaders

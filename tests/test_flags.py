@@ -56,7 +56,7 @@ from imagenet.sampler import GlobalBatchSampler
 from tools import prepare_imagenet
 
 # Scripts that take the same flags from one parser. A group has the flags that all its scripts have.
-GROUPS = {"01 to 05": SCRIPTS, "03 to 05": SCRIPTS[2:]}
+GROUPS = {"01 to 05": [*SCRIPTS, "07_fsdp.py"], "03 to 05": [*SCRIPTS[2:], "07_fsdp.py"]}
 FOLDERS = ("template", "launch", "tools", "tools/bench", "tools/lab", "tools/book", "tools/mutants")
 
 # Flags without a test, and why: (script, flag), where * stands for all flags of the script.
@@ -228,7 +228,7 @@ def one_thread(monkeypatch):
 # 01 to 05
 
 
-KINDS = ["01_snsc.py", "03_mnmc_ddp_launch.py"]  # the rungs of one process, and of several
+KINDS = ["01_snsc.py", "03_mnmc_ddp_launch.py", "07_fsdp.py"]  # one process, several, shards
 
 
 @pytest.mark.flags("01 to 05", "--seed")

@@ -37,8 +37,8 @@ def test_setup_distributed_gives_its_timeout_to_the_group(environment):
     assert timeout_of(dist.group.WORLD) == TIMEOUT
 
 
-@pytest.mark.parametrize("rung", SCRIPTS[2:])
-def test_the_groups_of_03_to_05_have_the_shared_timeout(rung, environment, monkeypatch):
+@pytest.mark.parametrize("rung", [*SCRIPTS[2:], "07_fsdp.py"])
+def test_the_groups_of_03_to_05_and_07_have_the_shared_timeout(rung, environment, monkeypatch):
     def report(*_):
         raise Reached
 
@@ -48,6 +48,7 @@ def test_the_groups_of_03_to_05_have_the_shared_timeout(rung, environment, monke
     monkeypatch.setattr("common.report.Report", report)  # what follows the process group
     url = f"tcp://127.0.0.1:{free_port()}"
     args = SimpleNamespace(nproc_per_node=1, nodes=1, node_rank=0, dist_url=url)  # which 04 reads
+    args.shard_size = 1  # which 07 reads
     local_rank = [0] if rung.startswith("04") else []
     main = runpy.run_path(str(ROOT / rung))["main"]
     with pytest.raises(Reached):

@@ -22,6 +22,7 @@ MAX_LINES = {  # about as many as they have; a new concept needs a reason, not a
     "04_mnmc_ddp_mp.py": 105,
     "05_mnmc_ddp_slurm.py": 107,
     "06_imagenet.py": 390,
+    "07_fsdp.py": 130,
 }
 
 
@@ -41,6 +42,10 @@ STEPS = {  # 01 and 06 have no parent
         "03_mnmc_ddp_launch.py", 16, 15, ("docstring", "imports", "main", "0", "start")
     ),
     "05_mnmc_ddp_slurm.py": Step("03_mnmc_ddp_launch.py", 14, 11, ("docstring", "imports", "0")),
+    "07_fsdp.py": Step(
+        *("03_mnmc_ddp_launch.py", 44, 18),
+        ("docstring", "imports", "0", "1", "2", "3", "4", "5", "start"),
+    ),
 }
 
 SECTIONS = {  # name: pattern of the first line

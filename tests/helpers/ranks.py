@@ -31,6 +31,7 @@ PRELOAD += [
     "torchvision.transforms.v2",
 ]
 PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.flags"]
+PRELOAD += ["common.sharded", "torch.distributed.fsdp"]
 PRELOAD += [
     "imagenet.loader",
     "imagenet.launch_checks",

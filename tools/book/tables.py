@@ -50,6 +50,12 @@ LADDER = [  # script, what it adds, command, when to use it
         "torchrun --nproc-per-node=2 06_imagenet.py --dummy 2048 --image-size 64 --epochs 2",
         "for long trainings",
     ),
+    (
+        "07_fsdp.py",
+        "`fully_shard` (FSDP2): each process keeps a part of the model",
+        "torchrun --nproc-per-node=2 07_fsdp.py",
+        "if the model does not fit into one GPU",
+    ),
 ]
 
 

@@ -1,0 +1,383 @@
+"""07: shards, what each rank holds, and checkpoints that any number of ranks can load.
+
+That it learns as 01 does, tests/test_ladder.py shows.
+"""
+
+import os
+import re
+import shutil
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from images import write_images
+from ranks import Ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor import DTensor
+
+from common import sharded
+from common.errors import UserError
+from common.models import CifarResNet20, MnistNet, SmallNet
+
+IMAGES = 128
+STEPS = 4  # per epoch
+WHOLE = sum(p.numel() for p in MnistNet(3, (8, 8), 2).parameters()) * 4 / 1e6  # MB
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An ImageFolder tree of 8x8 images; of two ranks, one has a batch more to evaluate."""
+    root = tmp_path_factory.mktemp("fsdp")
+    write_images(root, "train", (8, 8), per_class=IMAGES // 2)
+    write_images(root, "test", (8, 8), per_class=17)
+    (root / "test/dog/016.png").unlink()
+    return root
+
+
+@pytest.fixture(scope="module")
+def train(folder, tmp_path_factory):
+    """A function (world size, *flags) -> what 07 printed, and the weights it saved; cached."""
+    runs = {}
+
+    def train(world_size, *flags, prepare=without_dropout):
+        key = world_size, flags, prepare
+        if key not in runs:
+            runs[key] = run(world_size, flags, prepare)
+        return runs[key]
+
+    def run(world_size, flags, prepare):
+        out = tmp_path_factory.mktemp("run")
+        ranks = start(out, folder, world_size, "--save", out / "model.pt", *flags, prepare=prepare)
+        assert ranks.wait() == [0] * world_size, ranks.output()
+        return SimpleNamespace(
+            out=ranks.output(),
+            outputs=[ranks.output(rank) for rank in range(world_size)],
+            losses=re.findall(r"== step: .*loss: ([\d.]+)", ranks.output()),
+            weights=torch.load(out / "model.pt", weights_only=True),
+        )
+
+    return train
+
+
+def start(out, folder, world_size, *flags, **options):
+    """Start 07 on images of 8x8 pixels, without augmentation, for one epoch unless flags differ."""
+    given = ["--dataset", "folder", "--data-dir", folder, "--arch", "mnist_net", "--no-augment"]
+    given += ["--batch-size", IMAGES // STEPS // world_size, "--epochs", 1, "--print-every", 1]
+    given += ["--lr-scaling", "none"]
+    return Ranks(out, world_size, [*given, *flags], script="07_fsdp.py", **options)
+
+
+def without_dropout(rank):
+    """Each rank draws its own random numbers, so results would depend on the world size."""
+    nn.Dropout.forward = lambda self, images: images
+
+
+def far(a, b):
+    """Return the largest difference between the weights of two runs."""
+    assert a.weights.keys() == b.weights.keys()
+    return max((a.weights[name] - b.weights[name]).abs().max().item() for name in a.weights)
+
+
+# What each rank holds
+
+
+def held(run):
+    """Return [(MB on rank 0, MB of all ranks), ...] of weights, gradients, optimizer state."""
+    line = re.search(r"rank 0 holds (.*)", run.out)[1]
+    assert re.findall("MB of ([a-z ]+)", line) == ["weights", "gradients", "optimizer state"]
+    return [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) of ([\d.]+) MB", line)]
+
+
+@pytest.mark.flags("07_fsdp.py", "--shard-size")
+@pytest.mark.parametrize(
+    ("world_size", "flags", "parts"), [(2, (), 2), (4, (), 4), (4, ("--shard-size", 2), 2)]
+)
+def test_a_rank_holds_a_part_of_everything_and_learns_the_same(train, world_size, flags, parts):
+    alone, run = train(1), train(world_size, *flags)
+    assert held(alone) == [(pytest.approx(WHOLE, abs=0.006),) * 2] * 3
+    for own, whole in held(run):
+        assert whole == pytest.approx(WHOLE, abs=0.006)
+        assert own == pytest.approx(WHOLE / parts, abs=0.006)
+    assert far(run, alone) < 1e-6
+
+
+@pytest.mark.flags("07_fsdp.py", "--clip-grad")
+def test_gradients_are_clipped_by_the_norm_of_all_shards(train):
+    plain, alone = train(1), train(1, "--clip-grad", 0.1)
+    clipped = train(2, "--clip-grad", 0.1)
+    assert far(clipped, alone) < 1e-7
+    assert far(clipped, plain) > 1e-4
+
+
+def spy(rank):
+    """Print, at each loss in training, the type of computation, whether the weights are whole, and
+    how often a linear layer has computed.
+    """
+    without_dropout(rank)
+    seen = SimpleNamespace(model=None, calls=0, dtype=None)
+
+    def blocks(model, original=sharded.blocks):
+        seen.model = model
+        return original(model)
+
+    def linear(self, images, original=nn.Linear.forward):
+        seen.calls += torch.is_grad_enabled()
+        seen.dtype = self.weight.dtype
+        return original(self, images)
+
+    def loss(self, outputs, targets, original=nn.CrossEntropyLoss.forward):
+        if torch.is_grad_enabled():
+            whole = [not isinstance(p, DTensor) for p in seen.model.parameters()]
+            print(f"spy: {seen.dtype} -> {outputs.dtype}, {any(whole)}, {seen.calls} calls")
+        return original(self, outputs, targets)
+
+    sharded.blocks = blocks
+    nn.Linear.forward = linear
+    nn.CrossEntropyLoss.forward = loss
+
+
+def spied(run):
+    """Return [(types, whether a weight is whole, calls so far), ...] for each training step."""
+    return re.findall(r"spy: (.*), (\w+), (\d+) calls", run.out)
+
+
+FLOAT = "torch.float32 -> torch.float32"
+
+
+def test_weights_are_gathered_block_by_block_and_freed(train):
+    run = train(2, prepare=spy)
+    assert spied(run) == [(FLOAT, "False", str(2 * step)) for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.flags("07_fsdp.py", "--reshard-after-forward")
+def test_without_resharding_weights_stay_for_the_backward_pass(train):
+    run = train(2, "--no-reshard-after-forward", prepare=spy)
+    assert {whole for _, whole, _ in spied(run)} == {"True"}
+    assert far(run, train(2)) == 0
+    assert held(run) == held(train(2)), "after the evaluation they are shards again"
+
+
+@pytest.mark.flags("07_fsdp.py", "--amp")
+def test_bf16_computes_in_bfloat16_and_keeps_float32(train):
+    run = train(2, "--amp", "bf16", prepare=spy)
+    assert {types for types, _, _ in spied(run)} == {"torch.bfloat16 -> torch.float32"}
+    assert held(run) == held(train(2)) and run.weights["classifier.1.weight"].dtype == torch.float32
+    assert 1e-6 < far(run, train(2)) < 1e-2
+
+
+@pytest.mark.flags("07_fsdp.py", "--checkpoint-activations")
+def test_checkpointed_blocks_compute_twice_and_learn_the_same(train):
+    run = train(2, "--checkpoint-activations", prepare=spy)
+    assert [int(calls) for _, _, calls in spied(run)] == [2, 6, 10, 14], "twice, once backward"
+    assert far(run, train(2)) == 0
+
+
+def test_a_checkpointed_block_keeps_its_input_alone():
+    """And batch norm moves its statistics twice, as the docstring says."""
+
+    def saved(model):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: sizes.append(tensor.numel()) or tensor, lambda tensor: tensor
+        ):
+            loss = model(torch.randn(8, 3, 32, 32)).sum()
+        loss.backward()
+        return sum(sizes), int(model.blocks[0].residual[1].num_batches_tracked)
+
+    plain, plain_updates = saved(CifarResNet20())
+    kept, updates = saved(sharded.checkpoint_activations(CifarResNet20()))
+    assert kept < plain / 2
+    assert (plain_updates, updates) == (1, 2)
+
+
+def print_statistics(rank):
+    """Print the statistics of batch norm that an evaluation uses."""
+
+    def normalize(self, images, original=nn.BatchNorm2d.forward):
+        if not self.training and self.running_mean.any():  # not in the trial of a new model
+            print(f"statistics: {self.running_mean.sum().item()}", flush=True)
+        return original(self, images)
+
+    nn.BatchNorm2d.forward = normalize
+
+
+def test_all_ranks_evaluate_with_the_batch_norm_of_rank_0(train):
+    """Each trains with its own images, and batch norm's statistics are no shards."""
+    run = train(2, "--arch", "small_net", prepare=print_statistics)
+    first, second = (re.findall("statistics: (.*)", output) for output in run.outputs)
+    assert len(first) == 2 * 5, "two batches through five norms"
+    assert first == second
+
+
+def test_the_saved_file_is_plain_and_whole(train):
+    weights = train(4, "--shard-size", 2).weights
+    assert {type(value) for value in weights.values()} == {torch.Tensor}
+    MnistNet(3, (8, 8), 2).load_state_dict(weights)
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "kind"),
+    [
+        (torchvision.models.resnet18(), 8, "BasicBlock"),
+        (torchvision.models.vit_b_16(image_size=32), 13, "EncoderBlock"),
+        (torchvision.models.swin_t(), 17, "SwinTransformerBlock"),
+        (CifarResNet20(), 12, "ResidualBlock"),
+        (SmallNet(), 11, "Conv2d"),
+        (nn.Linear(2, 2), 0, None),
+    ],
+)
+def test_the_blocks_of_a_model_are_its_layers(model, count, kind):
+    found = sharded.blocks(model)
+    assert len(found) == count
+    kinds = [type(block).__name__ for block in found]
+    assert kind is None or kind == max(kinds, key=kinds.count)
+    assert not any(child in found for block in found for child in block.children()), "none inside"
+    assert all(list(block.parameters()) for block in found)
+
+
+# Checkpoints
+
+
+SMALL_NET = ["--arch", "small_net", "--augment", "--epochs", 3]  # with batch norm, and at random
+
+
+def kill_in_the_second_epoch(rank):
+    """Rank 1 dies after the first epoch was saved, in the second training step of the next one."""
+    steps = 0
+
+    def loss(self, outputs, targets, original=nn.CrossEntropyLoss.forward):
+        nonlocal steps
+        steps += torch.is_grad_enabled()
+        if rank == 1 and steps == STEPS + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, outputs, targets)
+
+    nn.CrossEntropyLoss.forward = loss
+
+
+@pytest.fixture(scope="module")
+def killed(folder, tmp_path_factory):
+    """The folder of checkpoints of two ranks that were killed in their second epoch."""
+    out = tmp_path_factory.mktemp("killed")
+    path = out / "checkpoints"
+    ranks = start(
+        *(out, folder, 2, *SMALL_NET, "--checkpoints-path", path), prepare=kill_in_the_second_epoch
+    )
+    codes = ranks.wait()
+    assert codes[1] == -signal.SIGKILL and codes[0] == 1, ranks.output()
+    assert [child.name for child in path.iterdir()] == ["epoch-1"]
+    return path
+
+
+@pytest.mark.flags("07_fsdp.py", "--checkpoints-path")
+def test_a_killed_training_continues_bit_for_bit(train, killed, tmp_path):
+    shutil.copytree(killed, tmp_path / "checkpoints")
+    unfinished = tmp_path / "checkpoints/epoch-2"  # as if it had been killed while it saved
+    unfinished.mkdir()
+    (unfinished / "__0_0.distcp").write_bytes(b"half of a shard")
+
+    without_end = train(2, *SMALL_NET, prepare=None)
+    resumed = train(2, *SMALL_NET, "--checkpoints-path", tmp_path / "checkpoints", prepare=None)
+    assert without_end.losses[STEPS:] == resumed.losses and len(resumed.losses) == 2 * STEPS
+    assert far(without_end, resumed) == 0
+    assert os.listdir(tmp_path / "checkpoints") == ["epoch-3"], "the one before is deleted"
+
+
+def note_what_was_loaded(rank):
+    """Save the whole state after loading, and exit."""
+
+    def load(args, model, optimizer, scheduler, original=sharded.load_newest):
+        epoch = original(args, model, optimizer, scheduler)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, state = get_state_dict(model, optimizer, options=whole)
+        if rank == 0:
+            state = {"epoch": epoch, "weights": weights, "state": state["state"]}
+            state["steps"] = scheduler.last_epoch
+            torch.save(state, args.save)
+        dist.destroy_process_group()
+        raise SystemExit
+
+    sharded.load_newest = load
+
+
+def loaded(killed, folder, tmp_path, world_size, *flags):
+    out = tmp_path / f"{world_size}{len(flags)}"
+    out.mkdir()
+    given = [*SMALL_NET, "--checkpoints-path", killed, "--save", out / "state.pt", *flags]
+    ranks = start(out, folder, world_size, *given, prepare=note_what_was_loaded)
+    assert ranks.wait() == [0] * world_size, ranks.output()
+    return torch.load(out / "state.pt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "worlds", [[(3,)], pytest.param([(1,), (4,), (4, "--shard-size", 2)], marks=pytest.mark.slow)]
+)
+def test_other_numbers_of_ranks_load_the_same_values(killed, folder, tmp_path, worlds):
+    two = loaded(killed, folder, tmp_path, 2)
+    assert two["epoch"] == 1 and two["steps"] == STEPS
+    for world in worlds:
+        other = loaded(killed, folder, tmp_path, *world)
+        assert (other["epoch"], other["steps"]) == (1, STEPS)
+        assert all(torch.equal(other["weights"][k], two["weights"][k]) for k in two["weights"])
+        for name, state in two["state"].items():
+            momentum = other["state"][name]["momentum_buffer"]
+            assert torch.equal(momentum, state["momentum_buffer"])
+            assert momentum.abs().max() > 0
+    assert len(two["state"]) == len(list(SmallNet(3, 2).parameters()))
+
+
+def test_only_a_complete_epoch_counts(tmp_path):
+    assert sharded.newest_epoch(None) == sharded.newest_epoch(tmp_path / "none") == 0
+    for epoch in (2, 9, 10):
+        (tmp_path / f"epoch-{epoch}").mkdir()
+    assert sharded.newest_epoch(tmp_path) == 0
+    for epoch in (2, 9):
+        (tmp_path / f"epoch-{epoch}/.metadata").touch()
+    assert sharded.newest_epoch(tmp_path) == 9
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--epochs", 1], "epoch-1: all 1 epochs are done; give --epochs 2 or more, or another"),
+        (["--arch", "mnist_net"], r"does not fit --arch mnist_net \(Missing key in checkpoint "),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(killed, folder, tmp_path, flags, message):
+    ranks = start(tmp_path, folder, 2, *SMALL_NET, "--checkpoints-path", killed, *flags)
+    assert ranks.wait() == [2, 2]
+    (line,) = [line for line in ranks.output().splitlines() if "error: " in line]
+    assert re.search(message, line) and line.startswith("07_fsdp.py: error: ")
+
+
+def test_a_shard_size_divides_the_number_of_ranks(run, monkeypatch):
+    end = run("07_fsdp.py", "--shard-size", 2)
+    assert end.code == 2
+    assert "--shard-size 2 of 1 ranks: expected a number that divides the number" in end.err
+
+
+def test_every_rank_needs_a_test_image():
+    """Without one it would skip a forward pass, for which the others would wait."""
+    args = SimpleNamespace(batch_size=4)
+    assert [sharded.count_test_steps(range(n), args, 2) for n in (2, 8, 9, 17)] == [1, 1, 2, 3]
+    message = "1 test images for 2 ranks: expected one per rank or more; start 1 processes or fewer"
+    with pytest.raises(UserError, match=message):
+        sharded.count_test_steps(range(1), args, 2)
+
+
+def test_restarts_need_checkpoints(run, monkeypatch, small_folder):
+    """torchrun's restarts begin anew without them."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    text = "--max-restarts=3: each restart begins at epoch 1; --checkpoints-path DIR continues"
+    given = ["--dataset", "folder", "--data-dir", small_folder, "--arch", "small_net"]
+    given += ["--epochs", 1, "--batch-size", 24]
+    assert text in run("07_fsdp.py", *given).err
+    end = run("07_fsdp.py", *given, "--checkpoints-path", small_folder / "saved")
+    assert end.code == 0 and end.err == "" and (small_folder / "saved/epoch-1/.metadata").exists()
