@@ -23,26 +23,8 @@ def build_model(args, dataset):
     channels = dataset.channels
     size = dataset.image_size
     num_classes = dataset.num_classes
-    if args.arch == "mnist_net":
-        model = MnistNet(channels, size, num_classes)
-    elif args.arch == "small_net":
-        model = SmallNet(channels, num_classes)
-    elif args.arch == "cifar_resnet20":
-        model = CifarResNet20(channels, num_classes)
-    elif args.arch in torchvision.models.list_models(module=torchvision.models):
-        options = {"num_classes": num_classes}
-        if args.arch in ("googlenet", "inception_v3"):
-            # These old models have a second output for training unless told otherwise.
-            options |= {"aux_logits": False, "init_weights": True}
-        model = torchvision.models.get_model(args.arch, **options)
-        if channels != 3:
-            _replace_stem(model, channels)
-    else:
-        raise UserError(
-            f"--arch {args.arch}: no such model in torchvision; "
-            "try resnet18, cifar_resnet20, mnist_net or small_net"
-        )
     try:
+        model = _new_model(args.arch, channels, size, num_classes)
         with torch.no_grad():
             model.eval()(torch.zeros(1, channels, *size))
     except (RuntimeError, AssertionError, ValueError) as error:
@@ -51,6 +33,31 @@ def build_model(args, dataset):
             f"--arch {args.arch} cannot take {size[0]}x{size[1]} images ({reason}); try resnet18"
         ) from None
     return model.train()
+
+
+def _new_model(name, channels, size, num_classes):
+    if name == "mnist_net":
+        return MnistNet(channels, size, num_classes)
+    if name == "small_net":
+        return SmallNet(channels, num_classes)
+    if name == "cifar_resnet20":
+        return CifarResNet20(channels, num_classes)
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise UserError(
+            f"--arch {name}: no such model in torchvision; "
+            "try resnet18, cifar_resnet20, mnist_net or small_net"
+        )
+    options = {"num_classes": num_classes}
+    if name in ("googlenet", "inception_v3"):
+        # These old models have a second output for training unless told otherwise.
+        options |= {"aux_logits": False, "init_weights": True}
+    if name.startswith("vit_"):
+        # A vision transformer learns a position for each patch of an image of this size.
+        options["image_size"] = size[0]
+    model = torchvision.models.get_model(name, **options)
+    if channels != 3:
+        _replace_stem(model, channels)
+    return model
 
 
 class MnistNet(nn.Module):

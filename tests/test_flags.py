@@ -68,6 +68,7 @@ MUTANTS = "for maintainers, takes half an hour: it runs the tests in copies of t
 RECORD = "for maintainers: it runs every command of the book that has no output yet"
 DONE = "for maintainers: tests/test_chinese.py calls the function that the flag calls"
 EXCEPTIONS = {
+    ("tools/bench/checkpoint.py", "*"): BENCHMARK,
     ("tools/bench/ddp.py", "*"): INHERITED,
     ("tools/bench/finetune.py", "*"): BENCHMARK,
     ("tools/bench/input.py", "*"): INHERITED,

@@ -118,10 +118,16 @@ def test_an_unknown_model_is_answered_with_names_that_work():
         build_model(flags("--arch", "resnet81"), images(3, (32, 32)))
 
 
-@pytest.mark.parametrize("arch", ["alexnet", "vit_b_16"])
-def test_a_model_made_for_larger_images_says_so_in_one_line(arch):
-    with pytest.raises(
-        UserError, match=rf"--arch {arch} cannot take 32x32 images \(.{{20,}}\); try resnet18"
-    ) as caught:
-        build_model(flags("--arch", arch), images(3, (32, 32)))
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_vision_transformer_takes_images_of_its_patch_size_or_larger(channels):
+    model = build_model(flags("--arch", "vit_b_16"), images(channels, (32, 32)))
+    assert model.encoder.pos_embedding.shape == (1, 1 + 2 * 2, 768)
+    assert model(torch.rand(2, channels, 32, 32)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(("arch", "size"), [("alexnet", (32, 32)), ("vit_b_16", (28, 28))])
+def test_a_model_made_for_other_images_says_so_in_one_line(arch, size):
+    found = rf"--arch {arch} cannot take {size[0]}x{size[1]} images \(.{{20,}}\); try resnet18"
+    with pytest.raises(UserError, match=found) as caught:
+        build_model(flags("--arch", arch), images(3, size))
     assert "\n" not in str(caught.value)

@@ -74,6 +74,66 @@ def test_the_collectives_in_the_picture_are_what_gloo_does(tmp_path):
     assert min(went) >= max(came)
 
 
+SHARDED = """\
+import json
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+class Block(nn.Linear):
+    def forward(self, inputs):
+        note(f"forward {names[self]}")
+        return Backward.apply(super().forward(inputs), self)
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, outputs, block):
+        ctx.block = block
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        note(f"backward {names[ctx.block]}")
+        return gradient, None
+
+
+def note(moment):
+    weights = ["shard" if isinstance(block.weight, DTensor) else "whole" for block in names]
+    gradients = ["shard" if isinstance(block.weight.grad, DTensor) else "none" for block in names]
+    seen.append((moment, weights, gradients))
+
+
+dist.init_process_group("gloo")
+seen = []
+model = nn.Sequential(*(Block(4, 4) for _ in range(3)))
+for module in [*model, model]:
+    fully_shard(module)
+names = {block: k + 1 for k, block in enumerate(model)}
+model(torch.ones(2, 4)).sum().backward()
+note("optimizer")
+print(json.dumps(seen))
+dist.destroy_process_group()
+"""
+
+
+def test_fully_shard_gathers_one_block_after_the_other_as_in_the_picture(tmp_path):
+    """Before a block's own backward pass has run, its gradient is not there yet."""
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    ranks = Ranks(tmp_path, 2, [], script=tmp_path / "sharded.py")
+    assert ranks.wait() == [0, 0], ranks.output()
+    seen = json.loads(ranks.output().splitlines()[-1])
+    drawn = [
+        [moment, weights, [state.replace("whole", "none") for state in gradients]]
+        for moment, weights, gradients in pictures.sharded_states()
+    ]
+    assert seen == drawn
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_the_ring_of_the_picture_adds_up(ranks):
     """The ring of the picture adds up and sends as much as the model says."""

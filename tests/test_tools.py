@@ -11,9 +11,11 @@ import time
 
 import pytest
 import torch
+import torchvision
 from images import write_images
 from needs import need
 from processes import ROOT, start
+from ranks import Ranks
 
 from tools import demo, steps
 from tools.bench import ddp as bench_ddp
@@ -364,7 +366,9 @@ def test_the_steps_of_the_ladder_are_listed_and_shown(capsys, monkeypatch):
         rf"03_mnmc_ddp_launch.py +\d+ lines <- 01: \+{added} -{removed}; changes", "\n".join(listed)
     )
     monkeypatch.setattr("sys.argv", ["steps.py", "01"])
-    with pytest.raises(SystemExit, match=r"steps\.py: error: 01: expected one of 02, 03, 04, 05$"):
+    with pytest.raises(
+        SystemExit, match=r"steps\.py: error: 01: expected one of 02, 03, 04, 05, 07$"
+    ):
         steps.main()
 
 
@@ -401,3 +405,23 @@ def test_64_ranks_meet_where_the_name_server_does_not_answer(tmp_path):
     assert process.returncode == 0, err
     (record,) = [json.loads(line) for line in log.read_text().splitlines()]
     assert record["ours_seconds"] != [None], out
+
+
+@pytest.mark.slow
+def test_the_checkpoint_benchmark_compares_one_file_with_shards(tmp_path):
+    log = tmp_path / "checkpoint.jsonl"
+    given = ["--arch", "mobilenet_v3_small", "--repeats", 1, "--folder", tmp_path]
+    ranks = Ranks(
+        tmp_path, 2, [*given, "--log-file", log], script=str(ROOT / "tools/bench/checkpoint.py")
+    )
+    assert ranks.wait() == [0, 0], ranks.output()
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [r["way"] for r in records] == ["06", "gathered", "shards", "async"]
+    weights = sum(p.numel() for p in torchvision.models.mobilenet_v3_small().parameters())
+    for record in records:
+        assert record["files"] == (1 if record["way"] in ("06", "gathered") else 3)
+        assert 2 * 4 * weights < record["bytes"] < 2.3 * 4 * weights, "weights and momentum"
+        (waits,), (complete,) = record["waits_seconds"], record["complete_seconds"]
+        assert 0 < waits <= complete
+        assert f"{waits:.2f} s" in ranks.output() and f"{complete:.2f} s" in ranks.output()
+    assert list(tmp_path.glob("tmp*")) == [], "its files are deleted"

@@ -110,6 +110,25 @@ def sent(step, all_reduce):
     return spans
 
 
+def sharded_states(blocks=3):
+    """Return what a rank holds under FSDP at each moment of a training step.
+
+    Returns:
+        List of (moment, weights, gradients): "forward 1" and so on, and for each block "none",
+        "shard" or "whole".
+    """
+    states = []
+    for k in range(blocks):
+        weights = ["whole" if block == k else "shard" for block in range(blocks)]
+        states.append((f"forward {k + 1}", weights, ["none"] * blocks))
+    for k in reversed(range(blocks)):
+        weights = ["whole" if block == k else "shard" for block in range(blocks)]
+        gradients = ["none"] * k + ["whole"] + ["shard"] * (blocks - k - 1)
+        states.append((f"backward {k + 1}", weights, gradients))
+    states.append(("optimizer", ["shard"] * blocks, ["shard"] * blocks))
+    return states
+
+
 # Drawing
 
 
@@ -328,6 +347,40 @@ def draw_ring():
     return fig
 
 
+def draw_fsdp(ranks=2):
+    fig, ax = canvas(7.5, 3.05)
+    cell = 0.3
+    left = 0.95
+    column = 0.93
+    for k, (moment, *held) in enumerate(sharded_states()):
+        x = left + k * column
+        text(ax, x + cell, 0.2, moment, 9.5, weight="bold")
+        for rank in range(ranks):
+            y = 0.42 + rank * 1.12
+            for what, (states, color) in enumerate(zip(held, (BLUE, ORANGE), strict=True)):
+                for block, state in enumerate(states):
+                    at = (x + what * (cell + 0.05), y + block * 0.32)
+                    ax.add_patch(Rectangle(at, cell, 0.27, facecolor=PALE))
+                    height = {"none": 0, "shard": 0.27 / ranks, "whole": 0.27}[state]
+                    top = at[1] + (rank * height if state == "shard" else 0)
+                    shade = tint(color, 0.9 if state == "whole" else 0.45)
+                    ax.add_patch(Rectangle((at[0], top), cell, height, facecolor=shade))
+    for rank in range(ranks):
+        y = 0.42 + rank * 1.12
+        text(ax, 0.1, y + 0.45, f"rank {rank}", 10, ha="left", weight="bold")
+        for block in range(3):
+            text(ax, left - 0.08, y + block * 0.32 + 0.135, str(block + 1), 9, ha="right")
+    y = 2.78
+    for x, color, words in (
+        (left, BLUE, "weights of blocks 1 to 3"),
+        (left + 2.2, ORANGE, "their gradients"),
+    ):
+        ax.add_patch(Rectangle((x, y - 0.08), 0.16, 0.16, facecolor=color))
+        text(ax, x + 0.25, y, words, 9.5, ha="left")
+    text(ax, left + 3.9, y, "dark: whole    pale: a shard", 9.5, ha="left", color=GREY)
+    return fig
+
+
 def draw_overlap():
     """Draw a training step of a model with four layers, one bucket per layer.
 
@@ -443,6 +496,7 @@ PICTURES = {
     "collectives": draw_collectives,
     "ring": draw_ring,
     "overlap": draw_overlap,
+    "fsdp": draw_fsdp,
 }
 PICTURES |= {"trace": draw_trace, "resnet20": draw_resnet20}
 

@@ -356,6 +356,36 @@ def train():
     return by_hardware(records("train"), lambda runs: by_command(runs, render))
 
 
+def shards():
+    """Make the table of what a checkpoint costs: one file and shards, tools/bench/checkpoint.py."""
+    ways = {
+        "06": "one file of rank 0, in the background, as `06`",
+        "gathered": "one file of rank 0, which collects the shards",
+        "shards": "a file per rank, as `07`",
+        "async": "a file per rank, in the background",
+    }
+    head = ("written as", "training waits", "complete after", "MB", "files")
+
+    def render(runs):
+        rows = [
+            (
+                ways[run["way"]],
+                spread(run["waits_seconds"], ".2f") + " s",
+                spread(run["complete_seconds"], ".2f") + " s",
+                f"{run['bytes'] / 1e6:.0f}",
+                run["files"],
+            )
+            for run in runs
+        ]
+        last = runs[-1]
+        return (
+            f"{last['model']} with momentum, {last['world_size']} ranks, {last['repeats']} saves "
+            f"of each; median (range):\n\n{table(head, rows)}"
+        )
+
+    return by_hardware(records("shards"), render)
+
+
 def drill():
     """Make the table of the drills: the last run of each drill in tools/lab/drill.py."""
     from tools.lab.drill import DRILLS
@@ -593,6 +623,7 @@ TABLES = (
     launch,
     imagenet,
     train,
+    shards,
     drill,
     planning,
     votes,
