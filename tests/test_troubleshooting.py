@@ -30,6 +30,7 @@ import torch.distributed as dist
 from launchers import meet, slurm_step, torchrun
 from needs import need
 from processes import ROOT, start
+from ranks import Ranks
 from torch import nn
 from torch.utils.data import DistributedSampler
 from torchvision.transforms import v2
@@ -67,6 +68,7 @@ def read_entries(text):
 
 
 ENTRIES = read_entries(PAGE.read_text()) if PAGE.exists() else {}
+SHARDED = PAGE.read_text().partition("\n## Sharded models\n")[2] if PAGE.exists() else ""
 
 
 def pattern(quote):
@@ -97,6 +99,9 @@ def other_version(program):
         release = re.search(r"\d+\.\d+", subprocess.getoutput("srun --version"))
         if release and f"Slurm {release[0]}" not in PAGE.read_text():
             return f"the page does not quote Slurm {release[0]}"
+    elif program == "fully_shard":
+        if version(torch.__version__) < version(SHARDED):
+            return "this part of the page quotes a newer PyTorch"
     elif version(torch.__version__) < version(PAGE.read_text()):
         # one that is newer than the page must be compared
         return "the page quotes a newer PyTorch"
@@ -669,6 +674,173 @@ def test_a_job_runs_the_code_of_its_folder_when_it_starts(slurm, tmp_path):
     slurm.run("scontrol", "release", job)
     assert slurm.wait(job) == ("COMPLETED", 0)
     assert slurm.output(job) == "old batch file\nnew train.py\n"
+
+
+# What fully_shard prints or does: tests/helpers/provoke_sharded.py makes all mistakes in one run
+
+PROVOKE_SHARDED = "tests/helpers/provoke_sharded.py"
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """What two ranks print, rank 0 first: {name of a mistake: text}. No remedy has an error."""
+    folder = tmp_path_factory.mktemp("sharded")
+    ranks = Ranks(folder, 2, [folder], script=PROVOKE_SHARDED)
+    assert ranks.wait() == [0, 0], ranks.output(0) + ranks.output(1)
+    texts = {}
+    for rank in range(2):
+        for name, text in sections(ranks.output(rank)).items():
+            texts[name] = texts.get(name, "") + text
+    for name, text in texts.items():
+        assert not (name.startswith("remedy: ") and "Traceback" in text), f"{name}: {text}"
+    return texts
+
+
+def numbers(text, name):
+    """The numbers with this name that ranks 0 and 1 printed, half of them each."""
+    found = [float(number) for number in re.findall(rf"^{name}: (\S+)$", text, re.M)]
+    assert found and len(found) % 2 == 0, text
+    return found
+
+
+def test_the_code_of_an_entry_about_shards_is_run():
+    """Calls that the page shows are in the helper; so are the parts of titles, or in a quote."""
+    code = "".join((ROOT / PROVOKE_SHARDED).read_text().split()).replace(",)", ")")
+    entries = read_entries(SHARDED)
+    assert len(entries) == 9
+    for number, entry in entries.items():
+        calls = re.findall(r"(?<!`)`(\w[\w.]*\([^`]+\))`", entry.body)
+        assert [call for call in calls if "".join(call.split()) not in code] == [], number
+        for part in re.findall(r"(?<!`)`([^`]+)`", entry.title):
+            quoted = any(pattern(part).search(one_line(quote)) for quote in entry.provoked)
+            assert quoted or part in code, f"entry {number}: {part}"
+
+
+@pytest.mark.slow
+@provokes(59, program="fully_shard")
+def test_an_optimizer_made_before_fully_shard_trains_nothing(sharded):
+    text = sharded["the optimizer before fully_shard"]
+    assert numbers(text, "change of the weights") == [0, 0]
+    assert len(set(numbers(text, "loss"))) == 2  # one per rank, in all training steps
+    remedy = sharded["remedy: the optimizer after fully_shard"]
+    assert min(numbers(remedy, "change of the weights")) > 0.1
+    assert len(set(numbers(remedy, "loss"))) == 6
+    return text
+
+
+@pytest.mark.slow
+@provokes(60, program="fully_shard")
+def test_what_rank_0_does_alone_with_shards_ends_in_a_timeout(sharded):
+    """Each of these calls prints the quote; what needs no other rank prints nothing of it."""
+    names = ["a forward pass", "dcp.save", "get_model_state_dict"]
+    names = [f"{name} on rank 0 alone" for name in names] + ["one forward pass more on rank 0"]
+    if not other_version("fully_shard"):
+        for name in names:
+            assert missing_quotes(ENTRIES[60], sharded[name]) == [], name
+    allowed = sharded["remedy: what rank 0 may do alone"]
+    assert "rows of the shard: 4\n" in allowed and "placements=(Shard(dim=0),)" in allowed
+    return "".join(sharded[name] for name in names)
+
+
+@pytest.mark.slow
+@provokes(61, program="fully_shard")
+def test_only_forward_gathers_the_weights(sharded):
+    names = ["model.encode", "model.features of a convolution", "a sharded block before its model"]
+    if not other_version("fully_shard"):
+        for name in names[:2]:
+            assert pattern(ENTRIES[61].provoked[0]).search(one_line(sharded[name])), name
+    assert numbers(sharded["remedy: register_fsdp_forward_method"], "difference") == [0, 0]
+    return "".join(sharded[name] for name in names)
+
+
+@pytest.mark.slow
+@provokes(62, program="fully_shard")
+def test_weights_outside_of_all_groups_drift_apart(sharded):
+    text = sharded["no fully_shard of the model"]
+    first, second = numbers(text, "sum of the last layer")
+    assert abs(first - second) > 0.01
+    first, second = numbers(sharded["remedy: fully_shard of the model"], "sum of the last layer")
+    assert first == second
+    if not other_version("fully_shard"):
+        for option in ("foreach", "fused"):
+            mixed = one_line(sharded[f"no fully_shard of the model, and {option}"])
+            assert pattern(ENTRIES[61].provoked[0]).search(mixed), option
+    return text
+
+
+@pytest.mark.slow
+def test_a_model_sharded_as_one_group_is_gathered_as_a_whole(sharded):
+    text = sharded["fully_shard of the model alone"]
+    assert set(numbers(text, "whole weights")) == {4 * 8 * 8}
+    assert set(numbers(text, "sharded modules")) == {1}
+    remedy = sharded["remedy: fully_shard of each block"]
+    assert set(numbers(remedy, "whole weights")) == {8 * 8}
+    assert set(numbers(remedy, "sharded modules")) == {5}
+
+
+@pytest.mark.slow
+@provokes(63, program="fully_shard")
+def test_a_file_of_shards_is_not_the_model(sharded):
+    copied = sharded["the shards of rank 0 on each rank"]
+    assert "Traceback" not in copied and copied.count("equal halves: True") == 2
+    assert numbers(copied, "wrong rows") == [4, 4]
+    assert numbers(sharded["remedy: the whole weights in a file"], "difference") == [0, 0]
+    half = sharded["weights on rank 0 alone"]
+    assert "Traceback" not in half and numbers(half, "wrong rows") == [4, 4]
+    assert numbers(sharded["remedy: set_model_state_dict"], "difference") == [0, 0]
+    assert len(numbers(sharded["remedy: set_optimizer_state_dict"], "loss")) == 2
+    unsharded = sharded["a file of shards in an unsharded model"]
+    assert "While copying the parameter named" in unsharded
+    if not other_version("fully_shard"):
+        mixed = one_line(sharded["an unsharded state of the optimizer"])
+        assert pattern(ENTRIES[61].provoked[0]).search(mixed)
+    return sharded["a file of shards in one process"] + sharded["whole weights in a sharded model"]
+
+
+@pytest.mark.slow
+@provokes(64, program="fully_shard")
+def test_tied_weights_in_two_groups_are_no_longer_tied(sharded):
+    text = sharded["tied weights in two groups"]
+    assert numbers(text, "parameters") == [4, 4]
+    for name in ("the group of the model", "one group"):
+        remedy = sharded[f"remedy: tied weights in {name}"]
+        assert numbers(remedy, "parameters") == [3, 3]
+        assert max(numbers(remedy, "difference")) < 1e-5
+    return text
+
+
+@pytest.mark.slow
+def test_a_gradient_norm_and_batch_norm_differ_per_rank(sharded):
+    first, second = numbers(sharded["the norm of a gradient"], "norm")
+    norms = numbers(sharded["remedy: the norm of all shards"], "norm")
+    assert norms == pytest.approx([norms[0]] * len(norms))
+    assert first**2 + second**2 == pytest.approx(norms[0] ** 2)  # each has a part of the whole
+    text, remedy = sharded["batch norm"], sharded["remedy: batch norm"]
+    for name in ("running mean", "output"):
+        first, second = numbers(text, name)
+        assert abs(first - second) > 0.01
+        assert numbers(remedy, name) == [first, first]
+    saved = numbers(text, "running mean in the file")
+    assert saved[0] == saved[1] and saved[0] in numbers(text, "running mean")
+
+
+@pytest.mark.slow
+@provokes(66, program="fully_shard")
+def test_a_sharded_model_cannot_be_copied(sharded):
+    assert numbers(sharded["remedy: a sharded average"], "average") == pytest.approx([0.1, 0.1])
+    if not other_version("fully_shard"):
+        assert missing_quotes(ENTRIES[66], sharded["AveragedModel"]) == []
+        mixed = one_line(sharded["an unsharded average"])
+        assert pattern(ENTRIES[61].provoked[0]).search(mixed)
+    return sharded["deepcopy"]
+
+
+@pytest.mark.slow
+@provokes(67, program="fully_shard")
+def test_a_sharded_model_on_meta_has_no_memory(sharded):
+    assert numbers(sharded["remedy: on meta"], "difference") == [0, 0]
+    assert numbers(sharded["remedy: on meta"], "running mean") == [1, 1]
+    return sharded["on meta"] + sharded["to() on meta"]
 
 
 # What is no error, and wrong all the same

@@ -1,0 +1,471 @@
+"""Make the mistakes with fully_shard of docs/troubleshooting.md, one after another, on two ranks.
+
+    torchrun --nproc-per-node=2 --log-dir DIR --redirects=3 tests/helpers/provoke_sharded.py FOLDER
+
+A line `== NAME` precedes what a mistake prints: torch's message, or numbers. `== remedy: NAME`
+precedes the numbers of the same code without the mistake. The numbers in comments are entries of
+the page. FOLDER is for files.
+"""
+
+import copy
+import datetime
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from provoke import mistake, mistake_of_ranks, short_lived_group
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel
+
+
+def say(name, value):
+    """Print a number, or a tensor of one element."""
+    sys.stderr.write(f"{name}: {value.item() if torch.is_tensor(value) else value}\n")
+
+
+def build():
+    """Return a model with the same weights on each rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def shard(model, **options):
+    for block in model.children():
+        if any(True for _ in block.parameters()):
+            fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def images():
+    """Return a batch that differs per rank."""
+    return torch.arange(8.0).reshape(2, 4) / 8 + dist.get_rank()
+
+
+def whole(model):
+    """Return copies of a model's weights, gathered from all ranks."""
+    return {
+        name: (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
+        for name, weight in model.named_parameters()
+    }
+
+
+def largest_difference(weights, others):
+    return max((weights[name] - others[name]).abs().max() for name in weights)
+
+
+def train(model, optimizer, steps=3, inputs=None):
+    inputs = images() if inputs is None else inputs
+    for _ in range(steps):
+        loss = model(inputs).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        say("loss", loss)
+
+
+# 59
+
+
+def optimizer_too_early():
+    with mistake_of_ranks("the optimizer before fully_shard"):
+        model = build()
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        shard(model)
+        before = whole(model)
+        train(model, optimizer)
+        say("change of the weights", largest_difference(whole(model), before))
+        get_state_dict(model, optimizer)
+
+    with mistake_of_ranks("remedy: the optimizer after fully_shard"):
+        model = shard(build())
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        before = whole(model)
+        train(model, optimizer)
+        say("change of the weights", largest_difference(whole(model), before))
+        get_state_dict(model, optimizer)
+
+
+# 60
+
+
+def rank_0_alone(folder):
+    """The mistakes that end in a timeout each break the connections of a group of their own.
+
+    torch remembers the mesh of an operation by the shapes of its tensors, and takes the first one
+    for all that are equal. So the model that is gathered has shapes that no other model has.
+    """
+    rank = dist.get_rank()
+
+    def own_mesh():
+        return DeviceMesh.from_group(short_lived_group(), "cpu")
+
+    with mistake_of_ranks("remedy: what rank 0 may do alone"):
+        model = shard(build())
+        model(images()).sum().backward()
+        if rank == 0:
+            sys.stderr.write(f"{model[0].weight}\n")
+            say("rows of the shard", len(model.state_dict()["0.weight"].to_local()))
+            SGD(model.parameters(), 0.1).step()
+
+    model = shard(build(), mesh=own_mesh())
+    with mistake_of_ranks("a forward pass on rank 0 alone"):
+        if rank == 0:
+            model(images())
+
+    model = shard(build(), mesh=own_mesh())
+    with mistake_of_ranks("one forward pass more on rank 0"), torch.no_grad():
+        for _ in range(3 - rank):
+            model(images())
+
+    model, group = shard(build()), short_lived_group()
+    with mistake_of_ranks("dcp.save on rank 0 alone"):
+        if rank == 0:
+            dcp.save({"model": model.state_dict()}, checkpoint_id=folder, process_group=group)
+
+    model = shard(nn.Sequential(nn.Linear(3, 6)), mesh=own_mesh())
+    with mistake_of_ranks("get_model_state_dict on rank 0 alone"):
+        if rank == 0:
+            get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+# 61
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 2)
+
+    def encode(self, x):
+        return self.features(x)
+
+    def forward(self, x):
+        return self.head(self.encode(x))
+
+
+class Convolution(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.Flatten())
+
+    def features(self, x):
+        return self[0](x)
+
+
+def other_methods():
+    with mistake_of_ranks("model.encode"):
+        fully_shard(Encoder()).encode(images())
+
+    with mistake_of_ranks("model.features of a convolution"):
+        fully_shard(Convolution()).features(torch.ones(1, 3, 8, 8))
+
+    with mistake_of_ranks("a sharded block before its model"):
+        model = Encoder()
+        fully_shard(model.features)
+        fully_shard(model)
+        model.encode(images())
+        model(images())
+
+    with mistake_of_ranks("remedy: register_fsdp_forward_method"):
+        model = Encoder()
+        fully_shard(model.features)
+        fully_shard(model)
+        register_fsdp_forward_method(model, "encode")
+        outputs = model.encode(images())
+        say("difference", (outputs - Encoder().encode(images())).abs().max())
+        outputs.sum().backward()
+        model(images()).sum().backward()
+
+
+# 62
+
+
+class Block(nn.Linear):
+    """A layer that counts, in its forward pass, the weights of a model that are whole."""
+
+    def forward(self, x):
+        parameters = list(self.model[0].parameters())
+        whole_weights = sum(p.numel() for p in parameters if not isinstance(p, DTensor))
+        say("whole weights", whole_weights)
+        return super().forward(x)
+
+
+def blocks_of_eight():
+    model = nn.Sequential(*[Block(8, 8, bias=False) for _ in range(4)])
+    for block in model:
+        block.model = [model]  # in a list, or it would be a child
+    return model
+
+
+def wrong_modules():
+    rank = dist.get_rank()
+    with mistake_of_ranks("no fully_shard of the model"):
+        model = build()
+        fully_shard(model[0])
+        optimizer = SGD(model.parameters(), 0.1)
+        train(model, optimizer)
+        say("sum of the last layer", model[2].weight.sum())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with mistake_of_ranks("no fully_shard of the model, and foreach"):
+        SGD(model.parameters(), 0.1, foreach=True).step()
+
+    with mistake_of_ranks("no fully_shard of the model, and fused"):
+        SGD(model.parameters(), 0.1, fused=True).step()
+
+    with mistake_of_ranks("remedy: fully_shard of the model"):
+        model = shard(build())
+        optimizer = SGD(model.parameters(), 0.1)
+        train(model, optimizer)
+        say("sum of the last layer", whole(model)["2.weight"].sum())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with mistake_of_ranks("fully_shard of the model alone"):
+        model = fully_shard(blocks_of_eight())
+        model(torch.ones(1, 8) + rank)
+        say("sharded modules", str(model).count("FSDP"))
+
+    with mistake_of_ranks("remedy: fully_shard of each block"):
+        model = shard(blocks_of_eight())
+        model(torch.ones(1, 8) + rank)
+        say("sharded modules", str(model).count("FSDP"))
+
+
+# 63
+
+
+def start_reader(file):
+    """Start a process that imports nothing but torch, and loads a file."""
+    code = f"import torch; torch.load({str(file)!r})"
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+
+
+def files(folder):
+    rank = dist.get_rank()
+    model = shard(build())
+    with mistake_of_ranks("a file of shards in an unsharded model"):
+        build().load_state_dict(torch.load(folder / "rank0.pt"))
+
+    with mistake_of_ranks("the shards of rank 0 on each rank"):
+        model.load_state_dict(torch.load(folder / "rank0.pt"))
+        weight = whole(model)["0.weight"]
+        say("equal halves", weight[:4].equal(weight[4:]))
+        say("wrong rows", (weight != build()[0].weight).any(dim=1).sum())
+
+    with mistake_of_ranks("remedy: the whole weights in a file"):
+        model = shard(build())
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)
+        if rank == 0:
+            torch.save(weights, folder / "weights.pt")
+        dist.barrier()
+        plain = build()
+        nn.init.zeros_(plain[0].weight)
+        plain.load_state_dict(torch.load(folder / "weights.pt"))
+        say("difference", largest_difference(whole(plain), whole(build())))
+
+    weights = {name: weight + 1 for name, weight in build().state_dict().items()}
+    with mistake_of_ranks("weights on rank 0 alone"):
+        model = build()
+        if rank == 0:
+            model.load_state_dict(weights)
+        shard(model)
+        weight = whole(model)["0.weight"]
+        say("wrong rows", (weight != weights["0.weight"]).any(dim=1).sum())
+
+    with mistake_of_ranks("whole weights in a sharded model"):
+        model.load_state_dict(weights)
+
+    with mistake_of_ranks("remedy: set_model_state_dict"):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        given = dict(weights) if rank == 0 else {}  # torch writes shards into it
+        set_model_state_dict(model, given, options=options)
+        say("difference", largest_difference(whole(model), weights))
+
+    plain = build()
+    optimizer = SGD(plain.parameters(), 0.1, momentum=0.9)
+    train(plain, optimizer, steps=1)
+    with mistake_of_ranks("an unsharded state of the optimizer"):
+        model = shard(build())
+        sharded_optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        sharded_optimizer.load_state_dict(optimizer.state_dict())
+        train(model, sharded_optimizer, steps=1)
+
+    with mistake_of_ranks("remedy: set_optimizer_state_dict"):
+        model = shard(build())
+        sharded_optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        _, state = get_state_dict(plain, optimizer)
+        set_optimizer_state_dict(
+            model, sharded_optimizer, state if rank == 0 else {}, options=options
+        )
+        train(model, sharded_optimizer, steps=1)
+
+
+# 64
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(6, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.middle(self.embedding(x)))
+
+
+def tied_weights():
+    words = torch.arange(6)
+    with mistake_of_ranks("tied weights in two groups"):
+        model = Tied()
+        for module in (model.embedding, model.middle, model.head, model):
+            fully_shard(module)
+        say("parameters", len(list(model.parameters())))
+        model(words)
+
+    plain = Tied()
+    train(plain, SGD(plain.parameters(), 0.01), inputs=words)
+    for name in ("the group of the model", "one group"):
+        with mistake_of_ranks(f"remedy: tied weights in {name}"):
+            model = Tied()
+            fully_shard(model.middle)
+            if name == "one group":
+                fully_shard([model.embedding, model.head])
+            fully_shard(model)
+            say("parameters", len(list(model.parameters())))
+            train(model, SGD(model.parameters(), 0.01), inputs=words)
+            say("difference", largest_difference(whole(model), whole(plain)))
+
+
+# 65
+
+
+def numbers_of_one_rank(folder):
+    model = shard(build())
+    model(images()).pow(2).mean().backward()
+    with mistake_of_ranks("the norm of a gradient"):
+        say("norm", sum(p.grad.norm().item() ** 2 for p in model.parameters()) ** 0.5)
+    with mistake_of_ranks("remedy: the norm of all shards"):
+        gradients = [p.grad for p in model.parameters()]
+        say("norm", nn.utils.get_total_norm(gradients).full_tensor())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        say("norm", norm.full_tensor())
+        say("norm", sum(p.grad.full_tensor().norm() ** 2 for p in model.parameters()) ** 0.5)
+
+    with mistake_of_ranks("batch norm"):
+        torch.manual_seed(0)
+        model = shard(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+        train(model, SGD(model.parameters(), 0.1))
+        say("running mean", model[1].running_mean[0])
+        model.eval()
+        say("output", model(torch.ones(1, 4))[0, 0])
+        dcp.save(model.state_dict(), checkpoint_id=folder)
+        state = {"1.running_mean": torch.zeros(8)}
+        dcp.load(state, checkpoint_id=folder)
+        say("running mean in the file", state["1.running_mean"][0])
+
+    with mistake_of_ranks("remedy: batch norm"):
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+        say("running mean", model[1].running_mean[0])
+        say("output", model(torch.ones(1, 4))[0, 0])
+
+
+# 66
+
+
+def averages():
+    with mistake_of_ranks("deepcopy"):
+        copy.deepcopy(shard(build()))
+
+    with mistake_of_ranks("AveragedModel"):
+        AveragedModel(shard(build()))
+
+    with mistake_of_ranks("an unsharded average"), torch.no_grad():
+        model, average = shard(build()), build()
+        for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(weight, 0.1)
+
+    with mistake_of_ranks("remedy: a sharded average"), torch.no_grad():
+        model = build()
+        average = copy.deepcopy(model)
+        nn.init.ones_(model[0].weight)
+        nn.init.zeros_(average[0].weight)
+        shard(model)
+        shard(average)
+        for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(weight, 0.1)
+        say("average", whole(average)["0.weight"].mean())
+
+
+# 67
+
+
+def on_meta():
+    with torch.device("meta"):
+        return shard(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+
+
+def no_memory_yet():
+    with mistake_of_ranks("on meta"):
+        on_meta()(images())
+
+    with mistake_of_ranks("to() on meta"):
+        on_meta().to("cpu")
+
+    with mistake_of_ranks("remedy: on meta"):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        nn.init.ones_(plain[1].running_mean)
+        weights = plain.state_dict() if dist.get_rank() == 0 else {}
+        model = on_meta()
+        model.to_empty(device="cpu")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, weights, options=options)
+        say("difference", largest_difference(whole(model), whole(plain)))
+        say("running mean", model[1].running_mean[0])
+        model(images()).sum().backward()
+
+
+def main(folder):
+    folder = Path(folder)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    rank = dist.get_rank()
+    torch.save(shard(build()).state_dict(), folder / f"rank{rank}.pt")
+    reader = start_reader(folder / "rank0.pt") if rank == 0 else None
+    optimizer_too_early()
+    other_methods()
+    wrong_modules()
+    files(folder)
+    tied_weights()
+    numbers_of_one_rank(folder / "batch_norm")
+    averages()
+    no_memory_yet()
+    rank_0_alone(folder / "rank_0_alone")  # last, because its groups lose their connections
+    if reader:
+        with mistake("a file of shards in one process"):
+            sys.stderr.write(reader.communicate(timeout=60)[1])
+    os._exit(0)  # destroying those groups would fail
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
