@@ -49,11 +49,11 @@ def main(args):
     model = build_model(args, train_set)  # in main memory; fully_shard moves one block at a time
     model = convert_sync_batchnorm(model, device) if args.sync_bn else model
     model = sharded.checkpoint_activations(model) if args.checkpoint_activations else model
-    policy = MixedPrecisionPolicy()  # computes in the type of the weights, float32
-    if args.amp == "bf16":  # gathers and computes in bfloat16; the shards stay float32
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    for module in [*sharded.blocks(model), model]:  # model takes the weights outside of the blocks
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    compute, reduce = sharded.precision(args, model)  # bfloat16 and float32, or as the weights
+    for block in sharded.blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(compute, reduce))
+    # The last call takes the weights outside of the blocks. The outputs become float32 again.
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(compute, reduce, reduce))
 
     # 2. define dataloader
     train_sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)

@@ -46,6 +46,30 @@ def checkpoint_activations(model):
     return model
 
 
+def precision(args, model):
+    """Return the types in which to gather and compute, and to average gradients.
+
+    The shards that the optimizer updates stay in the type of the weights, float32.
+
+    Returns:
+        (torch.bfloat16, torch.float32) with --amp bf16; (None, None), the type of the weights,
+        without.
+
+    Raises:
+        UserError: --amp bf16 for a model with batch norm: torch wants its weights in the type of
+            its running statistics, float32.
+    """
+    if args.amp == "none":
+        return None, None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UserError(
+                f"--amp bf16: {name} is a batch norm, whose weights must be float32; leave out "
+                "--amp, or use a model with layer norm, such as vit_b_16 or convnext_tiny"
+            )
+    return torch.bfloat16, torch.float32
+
+
 def count_test_steps(test_set, args, world_size):
     """Return how many batches the largest share of the test set has.
 

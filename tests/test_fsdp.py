@@ -372,6 +372,16 @@ def test_every_rank_needs_a_test_image():
         sharded.count_test_steps(range(1), args, 2)
 
 
+def test_batch_norm_cannot_compute_in_bfloat16(run, small_folder):
+    """torch 2.14 fails in the first training step: expected scalar type BFloat16."""
+    given = ["--dataset", "folder", "--data-dir", small_folder, "--amp", "bf16"]
+    end = run("07_fsdp.py", *given, "--arch", "small_net")
+    assert end.code == 2
+    assert "--amp bf16: 1 is a batch norm, whose weights must be float32; leave out" in end.err
+    end = run("07_fsdp.py", *given, "--arch", "vit_b_16", "--epochs", 1, "--batch-size", 24)
+    assert end.code == 0, end.err
+
+
 def test_restarts_need_checkpoints(run, monkeypatch, small_folder):
     """torchrun's restarts begin anew without them."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")

@@ -93,8 +93,68 @@ class Group final : public c10d::Backend {
     return c10::make_intrusive<Ended>(Tensors{output});
   }
 
+  // A state_dict that is sharded is gathered tensor by tensor.
+  Work allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    for (size_t k = 0; k < outputs.size(); ++k) {
+      _allgather_base(outputs[k], inputs[k], options)->wait();
+    }
+    return c10::make_intrusive<Ended>(outputs);
+  }
+
+  // fully_shard leaves each rank its shard of the gradients.
+  Work _reduce_scatter_base(
+      Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    check({output, input});
+    Tensor host_output = on_host(output);
+    Tensor host_input = on_host(input);
+    gloo_->_reduce_scatter_base(host_output, host_input, options)->wait();
+    return c10::make_intrusive<Ended>(Tensors{output});
+  }
+
+  // torch.distributed.checkpoint gathers on rank 0 what each rank will write, and answers each.
+  Work gather(std::vector<Tensors>& outputs, Tensors& inputs,
+      const c10d::GatherOptions& options) override {
+    check(inputs);
+    std::vector<Tensors> host_outputs;
+    for (const Tensors& tensors : outputs) {
+      check(tensors);
+      host_outputs.push_back(on_host(tensors));
+    }
+    Tensors host_inputs = on_host(inputs);
+    gloo_->gather(host_outputs, host_inputs, options)->wait();
+    return c10::make_intrusive<Ended>(inputs);
+  }
+
+  Work scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+      const c10d::ScatterOptions& options) override {
+    check(outputs);
+    std::vector<Tensors> host_inputs;
+    for (const Tensors& tensors : inputs) {
+      check(tensors);
+      host_inputs.push_back(on_host(tensors));
+    }
+    Tensors host_outputs = on_host(outputs);
+    gloo_->scatter(host_outputs, host_inputs, options)->wait();
+    return c10::make_intrusive<Ended>(outputs);
+  }
+
   Work barrier(const c10d::BarrierOptions& options) override {
     return gloo_->barrier(options);
+  }
+
+  // A device mesh splits the group of all ranks.
+  bool supportsSplitting() const override {
+    return true;
+  }
+
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return gloo_->getBackendOptions();
+  }
+
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks, const c10::intrusive_ptr<Options>& options) override {
+    return c10::make_intrusive<Group>(gloo_->split(store, ranks, options));
   }
 
  private:

@@ -17,6 +17,8 @@ Not pretended: random numbers are drawn by the CPU's generator; autocast does no
 no half precision; there is no NCCL, no torch.compile, and no DataParallel on several devices.
 """
 
+import contextlib
+import functools
 import json
 import os
 from multiprocessing import util
@@ -61,6 +63,19 @@ class Module:
     @staticmethod
     def get_amp_supported_dtype():
         return [torch.bfloat16, torch.float16]
+
+    # The streams of fully_shard, which has no code for torch.accelerator.
+
+    current_stream = staticmethod(torch.accelerator.current_stream)
+    Event = staticmethod(functools.partial(torch.Event, NAME))
+
+    @staticmethod
+    def Stream(priority=0):
+        return torch.Stream(NAME, priority=priority)
+
+    @staticmethod
+    def stream(stream):
+        return stream or contextlib.nullcontext()
 
     # The device draws from the generator of the CPU, which PyTorch seeds and saves itself.
 
