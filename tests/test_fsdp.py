@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.tensor import DTensor
 
-from common import sharded
+from common import models, sharded
 from common.errors import UserError
 from common.models import CifarResNet20, MnistNet, SmallNet
 
@@ -378,8 +378,18 @@ def test_batch_norm_cannot_compute_in_bfloat16(run, small_folder):
     end = run("07_fsdp.py", *given, "--arch", "small_net")
     assert end.code == 2
     assert "--amp bf16: 1 is a batch norm, whose weights must be float32; leave out" in end.err
-    end = run("07_fsdp.py", *given, "--arch", "vit_b_16", "--epochs", 1, "--batch-size", 24)
-    assert end.code == 0, end.err
+
+
+def test_a_vision_transformer_computes_in_bfloat16(run, small_folder, monkeypatch):
+    """Its last layer norm is outside of the blocks: what they return must have its type."""
+
+    def build(args, dataset):
+        return torchvision.models.VisionTransformer(32, 16, 2, 2, 16, 32, num_classes=2)
+
+    monkeypatch.setattr(models, "build_model", build)
+    given = ["--dataset", "folder", "--data-dir", small_folder, "--epochs", 1, "--batch-size", 24]
+    end = run("07_fsdp.py", *given, "--amp", "bf16", "--checkpoint-activations")
+    assert end.code == 0 and "done: test accuracy" in end.out, end.err
 
 
 def test_restarts_need_checkpoints(run, monkeypatch, small_folder):
