@@ -131,7 +131,12 @@ def load_newest(args, model, optimizer, scheduler):
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
     )
-    scheduler.load_state_dict(state["scheduler"])
+    # The learning rate follows the flags and the global batch size of this run.
+    scheduler.last_epoch = state["steps"]
+    for group, lr, factor in zip(
+        optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = lr * factor(scheduler.last_epoch)
     return epoch
 
 
@@ -148,12 +153,12 @@ def newest_epoch(folder):
 
 
 def _state(model, optimizer, scheduler):
-    """Return what a checkpoint holds: DTensors, of which each rank has its shard, and numbers."""
+    """Return what a checkpoint holds: DTensors, of which each rank has its shard, and the steps."""
     weights, optimizer_state = get_state_dict(model, optimizer)
     return {
         "model": weights,
         "optimizer": optimizer_state,
-        "scheduler": scheduler.state_dict(),
+        "steps": scheduler.last_epoch,
     }
 
 

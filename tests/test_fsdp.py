@@ -297,6 +297,7 @@ def note_what_was_loaded(rank):
         if rank == 0:
             state = {"epoch": epoch, "weights": weights, "state": state["state"]}
             state["steps"] = scheduler.last_epoch
+            state["lr"] = optimizer.param_groups[0]["lr"]
             torch.save(state, args.save)
         dist.destroy_process_group()
         raise SystemExit
@@ -314,7 +315,11 @@ def loaded(killed, folder, tmp_path, world_size, *flags):
 
 
 @pytest.mark.parametrize(
-    "worlds", [[(3,)], pytest.param([(1,), (4,), (4, "--shard-size", 2)], marks=pytest.mark.slow)]
+    "worlds",
+    [
+        [(3, "--lr", 0.5)],
+        pytest.param([(1,), (4,), (4, "--shard-size", 2)], marks=pytest.mark.slow),
+    ],
 )
 def test_other_numbers_of_ranks_load_the_same_values(killed, folder, tmp_path, worlds):
     two = loaded(killed, folder, tmp_path, 2)
@@ -322,6 +327,7 @@ def test_other_numbers_of_ranks_load_the_same_values(killed, folder, tmp_path, w
     for world in worlds:
         other = loaded(killed, folder, tmp_path, *world)
         assert (other["epoch"], other["steps"]) == (1, STEPS)
+        assert other["lr"] == (0.5 if "--lr" in world else 0.01), "of the flags"
         assert all(torch.equal(other["weights"][k], two["weights"][k]) for k in two["weights"])
         for name, state in two["state"].items():
             momentum = other["state"][name]["momentum_buffer"]
