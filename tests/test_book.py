@@ -467,11 +467,12 @@ LESSON = "06_imagenet.md"  # whose commands build on one another: a test of its 
 ELSEWHERE = {  # what other tests run, in sizes of their own
     **{
         f"tools/bench/{name}.py": f"test_the_{name}_benchmark"
-        for name in ("input", "ddp", "train", "scaling")
+        for name in ("input", "ddp", "memory", "train", "scaling")
     },
     "tools/experiments.py": "test_experiments.py",
     "launch/preflight.py": "test_preflight.py",
     "tools/plan.py": "test_plan.py",
+    "tools/fit.py": "test_fit.py",
 }
 
 

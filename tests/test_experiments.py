@@ -61,7 +61,7 @@ def test_every_command_is_one_that_its_script_takes(name, monkeypatch):
 def test_the_recorded_runs_are_those_of_todays_experiments(name):
     recorded = experiments.recorded(ROOT / f"results/{name}/amd-epyc-2-cores.jsonl")
     images = {"resnet20": "data/cifar10-png"}.get(name, "data/cifar10")
-    given = [] if name in ("speed", "scaling") else ["--data-dir", images]
+    given = [] if name in ("speed", "scaling", "memory") else ["--data-dir", images]
     assert set(commands(name, LAPTOP, *given)) <= recorded
 
 
@@ -80,7 +80,7 @@ def test_flags_stand_in_the_commands_that_they_change(monkeypatch, capsys, tmp_p
     wanted = {"--data-dir": tmp_path, "--arch": "mnist_net", "--limit": 77, "--epochs": 3}
     given = [part for flag in wanted.items() for part in flag]
     # How many of these flags change each command of an experiment
-    taken = {"accuracy": 4, "syncbn": 4, "speed": 2, "scaling": 2, "resnet20": 4}
+    taken = {"accuracy": 4, "syncbn": 4, "speed": 2, "scaling": 2, "resnet20": 4, "memory": 0}
     for name in experiments.EXPERIMENTS:
         changed = [f" {flag} {value} " for flag, value in list(wanted.items())[: taken[name]]]
         for command in commands(name, LAPTOP):
@@ -88,6 +88,8 @@ def test_flags_stand_in_the_commands_that_they_change(monkeypatch, capsys, tmp_p
         for command in commands(name, LAPTOP, *given):
             assert not [part for part in changed if part not in f"{command} "], command
             assert "cifar10" not in command
+    large, small = commands("memory", LAPTOP, "--repeats", 1, *given)
+    assert " --arch mnist_net " in large and " --arch resnet18 " in small
     speed = commands("speed", LAPTOP, *given)
     limits = {re.search(r"--limit (\d+) --epochs 1 ", command)[1] for command in speed}
     assert limits == {"77", "154"}, "for each of one and two processes"
@@ -133,6 +135,7 @@ def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
         ("syncbn", "two processes"),
         ("accuracy", "one process and more"),
         ("scaling", "1, 2 and more"),
+        ("memory", "one process and more"),
     ):
         with pytest.raises(
             UserError, match=rf"{name} needs {needs}.*, found 1 on 1 GPU: .*--processes 1 2 4"
@@ -149,10 +152,18 @@ def test_a_list_goes_on_after_what_this_machine_cannot_do(monkeypatch, capsys, t
     monkeypatch.setattr(Machine, "here", lambda: ONE_GPU)
     experiments.main(asked("--list"))
     out = capsys.readouterr().out
-    assert "this machine: one-gpu (1 GPU)" in out and out.count("skipped: ") == 3
+    assert "this machine: one-gpu (1 GPU)" in out and out.count("skipped: ") == 4
     assert re.search(r"speed: .*\n   0 of \d+ runs recorded in .*speed/one-gpu.jsonl", out)
     experiments.main(asked("syncbn", "speed", "--dry-run"))
     assert "skipped: syncbn needs" in (out := capsys.readouterr().out) and " 02_snmc_dp.py" in out
+
+
+def test_memory_is_measured_with_more_images_on_gpus():
+    on_cpus, on_gpus = (commands("memory", m, "--repeats", 1) for m in (LAPTOP, BOX))
+    assert [re.search(r"--batch-size (\d+)", c)[1] for c in on_cpus] == ["4", "64"]
+    assert [re.search(r"--batch-size (\d+)", c)[1] for c in on_gpus] == ["64", "1024"]
+    assert all(" --processes 1 2 4 --seed 0" in command for command in on_cpus)
+    assert all(" --processes 1 2 4 8 --seed 0" in command for command in on_gpus)
 
 
 def test_threads_are_set_on_cpus_and_left_alone_on_gpus():
@@ -243,9 +254,12 @@ def test_a_wrong_name_is_answered_with_those_that_will_do(capsys):
         (
             ["sped"],
             "sped: no such experiment, expected one or more of speed, syncbn, "
-            "resnet20, accuracy, scaling",
+            "resnet20, accuracy, scaling, memory",
         ),
-        ([], "name one or more of speed, syncbn, resnet20, accuracy, scaling, or see --list"),
+        (
+            [],
+            "name one or more of speed, syncbn, resnet20, accuracy, scaling, memory, or see --list",
+        ),
         (
             ["speed", "--machine", "../mine"],
             "argument --machine: '../mine' given, expected letters, digits",

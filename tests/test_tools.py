@@ -19,6 +19,7 @@ from ranks import Ranks
 
 from tools import demo, steps
 from tools.bench import ddp as bench_ddp
+from tools.bench import memory as bench_memory
 from tools.bench import rendezvous as bench_rendezvous
 from tools.mutants import listed
 from tools.records import checkpoint_cost, checkpoint_seconds
@@ -294,6 +295,47 @@ def test_the_ddp_benchmark_tells_efficiency_and_launches(tmp_path):
     assert re.search(rf"^2 x 1 ddp .* {exposed:.2f} \({exposed:.2f} to {exposed:.2f}\)$", out, re.M)
     assert launch["bench"] == "launch" and launch["world_size"] == 1
     assert re.search(rf"^  1 processes +{launch['seconds']:.1f} \(", out, re.M)
+
+
+def test_the_memory_benchmark_compares_with_ddp_in_the_same_repeat():
+    def run(name, peak, sent, speed):
+        held = {"weights": 1e6, "gradients": 2e6, "optimizer": 3e6, "other": 4e6}
+        return {
+            "name": name,
+            "peak_bytes": peak * 1e6,
+            "computed_peak_bytes": 22e6,
+            "held_bytes": held,
+            "sent_bytes": sent * 1e6,
+            "images_per_second": speed,
+        }
+
+    runs = {
+        "DDP, 2 ranks": [run("DDP", 40, 8, 10.0), run("DDP", 40, 8, 5.0)],
+        "FSDP, 2 ranks": [run("FSDP", 20, 12, 20.0), run("FSDP", 19, 12, 5.0)],
+    }
+    head, ddp, fsdp = bench_memory.table(runs)
+    assert head.split()[:3] == ["variant", "peak", "MB"]
+    assert ddp.split()[3:6] == ["40", "1.00", "-45.0"]
+    # peak, ratio, computed (%), held, sent, ratio, img/s, ratio
+    found = re.fullmatch(
+        r"FSDP, 2 ranks +20 +0.50 +\+10.0 % +10 +12 +1.50 +12.5 \((.*)\) +1.50 \((.*)\)", fsdp
+    )
+    assert found.groups() == ("5.0 to 20.0", "1.00 to 2.00")
+
+
+def test_the_memory_benchmark_scales_its_variants_with_the_machine():
+    def processes(counts):
+        return {name: variant.processes for name, variant in bench_memory.variants(counts).items()}
+
+    two, four, eight = (processes(counts) for counts in ([1, 2], [1, 2, 4], [1, 2, 8]))
+    assert (
+        len(two) == 7
+        and max(two.values()) == 2
+        and two["1 process"] == 1
+        and "FSDP, 2 ranks" in two
+    )
+    assert set(four) - set(two) == {"FSDP, 4 ranks", "HSDP 2 x 2, 4 ranks"}
+    assert set(eight) - set(two) == {"FSDP, 8 ranks", "HSDP 4 x 2, 8 ranks"}
 
 
 @pytest.mark.flags("tools/bench/finetune.py", "--data-dir", "--tuning-epochs", "--images")

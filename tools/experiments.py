@@ -183,6 +183,24 @@ def scaling(machine, args, repeat):
     ]
 
 
+def memory(machine, args, repeat):
+    """Memory, bytes sent and images per second of DDP, ZeroRedundancyOptimizer and FSDP."""
+    size, steps = (4, 3) if machine.device == "cpu" else (64, 20)
+    flags = {
+        args.arch or "vit_b_32": f"--batch-size {size}",
+        "resnet18": f"--image-size 32 --batch-size {16 * size}",
+    }
+    processes = " ".join(str(n) for n in sorted({1, *args.processes}))
+    runs = []
+    for arch, of_model in flags.items():
+        command = (
+            f"python tools/bench/memory.py --arch {arch} {of_model} --steps {steps} "
+            f"--processes {processes} --seed {repeat}"
+        )
+        runs.append(Run(command, 3000 if arch != "resnet18" else 1000))
+    return runs
+
+
 TORCHRUN = "torchrun --nnodes=1 --nproc-per-node={} "
 # name: (function, repeats, numbers of processes on CPUs, how many numbers it needs at least)
 EXPERIMENTS = {
@@ -191,6 +209,7 @@ EXPERIMENTS = {
     "resnet20": (resnet20, 1, [1, 2], 1),
     "accuracy": (accuracy, 1, [1, 2, 4, 8, 16], 2),
     "scaling": (scaling, 3, [1, 2, 3, 4, 6, 8], 3),
+    "memory": (memory, 3, [1, 2, 4], 2),
 }
 
 
@@ -320,13 +339,13 @@ def parse_args():
         "--limit",
         type=whole_number(1),
         metavar="N",
-        help="training images; speed without GPUs: per process; not for scaling",
+        help="training images; speed without GPUs: per process; not for scaling and memory",
     )
     add(
         "--epochs",
         type=whole_number(1),
         metavar="N",
-        help="number of epochs; speed without GPUs uses 1; not for scaling",
+        help="number of epochs; speed without GPUs uses 1; not for scaling and memory",
     )
     args = parser.parse_args()
     for name in args.experiments:
@@ -368,6 +387,7 @@ def plan(name, machine, args):
             "syncbn": "two processes or more",
             "accuracy": "one process and more",
             "scaling": "1, 2 and more processes",
+            "memory": "one process and more",
         }
         raise UserError(
             f"{name} needs {needs[name]}, "

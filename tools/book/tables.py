@@ -591,6 +591,55 @@ def torchrun():
     return table(("flag", "what it is for"), rows)
 
 
+def memory():
+    """Make the table of the memory, the bytes sent and the speed of DDP and FSDP:
+    tools/bench/memory.py.
+    """
+    head = (
+        "variant",
+        "peak memory per rank",
+        "`tools/fit.py`",
+        "held between steps",
+        "sent per rank and step",
+        "images/s, median (range)",
+        "divided by DDP",
+    )
+
+    def megabytes(size):
+        return f"{size / 1e6:,.0f} MB"
+
+    def block(runs):
+        runs = sorted(runs, key=lambda run: (run["row"], run["repeat"]))
+        first = runs[0]
+        size = first["image_size"]
+        repeats = len({run["repeat"] for run in runs})
+        base = select(runs, name="DDP")
+        rows = []
+        for variant, same in group(runs, "variant").items():
+            peak = max(run["peak_bytes"] for run in same)
+            computed = same[0]["computed_peak_bytes"]
+            cells = (
+                variant,
+                megabytes(peak),
+                f"{megabytes(computed)}, {100 * (computed / peak - 1):+.1f} %",
+                megabytes(sum(same[0]["held_bytes"].values())),
+                megabytes(same[0]["sent_bytes"]),
+                spread(speeds(same), ".1f"),
+                spread(ratios(same, base), ".2f"),
+            )
+            rows.append(cells)
+        return (
+            f"`{first['model']}`, {first['batch_size']} images of {size}x{size} per process, "
+            f"{repeats} runs of each:\n\n{table(head, rows)}"
+        )
+
+    def render(runs):
+        models = group(runs, "model", "image_size", "batch_size")
+        return "\n\n".join(block(same) for same in models.values())
+
+    return by_hardware(records("memory"), render)
+
+
 def planning():
     """The efficiencies that others have published, beside the band of the planning model."""
     rows = []
@@ -625,6 +674,7 @@ TABLES = (
     train,
     shards,
     drill,
+    memory,
     planning,
     votes,
     many_ranks,

@@ -1,0 +1,357 @@
+"""Measure memory, bytes sent and speed of DDP, ZeroRedundancyOptimizer and FSDP.
+
+    python tools/bench/memory.py --arch vit_b_32 --batch-size 8
+    python tools/bench/memory.py --arch resnet18 --image-size 32 --batch-size 64
+
+Each variant is a launch of its own with torchrun; the variants take turns, --repeats times, every
+second time in reverse order. Rank 0 measures:
+
+    held       bytes between two training steps: weights, gradients, optimizer state, and the rest,
+               which are DDP's buckets, the images, and the statistics of batch norm
+    peak       the most bytes of tensors at a moment of a training step. On CPUs this leaves out
+               what an operation allocates and frees inside, as oneDNN does in a convolution, and
+               the copies that gloo sends; on GPUs it is torch.cuda.max_memory_allocated()
+    computed   the same peak, computed by tools/fit.py
+    sent       bytes that a rank sends per training step, from the sizes of the collectives: with a
+               ring of N ranks, (N - 1) / N of the size, and twice this for an all-reduce
+    images/s   of all processes together; on CPUs, they share the cores
+
+The training step is that of 03, with SGD and momentum in float32. Images are random numbers. With
+NCCL and GPUs, this has not been tried yet.
+"""
+
+import argparse
+import collections
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common import sharded
+from common.distributed import cleaned_up, setup_distributed
+from common.errors import UserError, one_line_errors
+from common.flags import Parser, output_file, whole_number
+from common.records import environment
+from common.report import synchronize
+from tools import fit
+from tools.bench.measure import ROOT, pick_device
+from tools.records import append, spread
+
+SETTLED = 2  # training steps until optimizer state and buckets are allocated
+CLASSES = 1000
+
+
+class Variant(NamedTuple):
+    """A fit.Setting, and the number of processes to run it with."""
+
+    processes: int
+    setting: fit.Setting
+
+
+def variants(counts):
+    """Return {name: Variant} for these numbers of processes: one, a few, and the most."""
+    few = min(n for n in counts if n > 1)
+    most = max(counts)
+    settings = [
+        (1, fit.Setting("1 process", "plain")),
+        (few, fit.Setting("DDP", "ddp", few)),
+        (few, fit.Setting("DDP, checkpointing", "ddp", few, checkpointed=True)),
+        (few, fit.Setting("DDP, ZeroRedundancyOptimizer", "zero1", few)),
+        (few, fit.Setting("FSDP, no resharding", "fsdp", few, reshard=False)),
+        (few, fit.Setting("FSDP", "fsdp", few)),
+        (few, fit.Setting("FSDP, checkpointing", "fsdp", few, checkpointed=True)),
+    ]
+    if most > few:
+        settings.append((most, fit.Setting("FSDP", "fsdp", most)))
+    if most > few and most % 2 == 0:
+        settings.append((most, fit.Setting(f"HSDP {most // 2} x 2", "fsdp", 2)))
+    named = {}
+    for processes, setting in settings:
+        name = setting.name if processes == 1 else f"{setting.name}, {processes} ranks"
+        named[name] = Variant(processes, setting)
+    return named
+
+
+def parse_args():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--arch", default="vit_b_32", metavar="NAME", help="a torchvision model")
+    add("--image-size", type=whole_number(1), default=224, metavar="N", help="pixels per side")
+    add("--batch-size", type=whole_number(2), default=8, metavar="N", help="images per process")
+    gpus = torch.cuda.device_count()
+    counts = sorted({n for n in (1, 2, gpus) if n <= gpus}) if gpus else [1, 2, 4]
+    add(
+        "--processes",
+        nargs="+",
+        type=whole_number(1),
+        default=counts,
+        metavar="N",
+        help="1, and numbers of processes; on GPUs, each needs its own",
+    )
+    add("--steps", type=whole_number(1), default=3, metavar="N", help="training steps to time")
+    add("--repeats", type=whole_number(1), default=1, metavar="N", help="launches per variant")
+    add("--seed", type=whole_number(0), default=0, metavar="N", help="for weights; odd: reversed")
+    add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per launch")
+    add("--inside", help=argparse.SUPPRESS)  # the variant, in one of the measured processes
+    args = parser.parse_args()
+    if max(args.processes) < 2:
+        parser.error("--processes 1: expected two processes or more, as in --processes 1 2 4")
+    return args
+
+
+def main(args):
+    if args.inside:
+        measure(args, variants(args.processes)[args.inside].setting)
+        return
+    env = environment(pick_device())
+    print(
+        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | {args.arch}, "
+        f"{args.batch_size} images per process",
+        flush=True,
+    )
+    model = fit.count_arch(args.arch, args.image_size, args.batch_size)
+    runs = {name: [] for name in variants(args.processes)}
+    for repeat in range(args.seed, args.seed + args.repeats):
+        in_order = list(enumerate(variants(args.processes).items()))
+        for row, (name, variant) in in_order[:: -1 if repeat % 2 else 1]:
+            record = {"bench": "memory", "model": args.arch, "image_size": args.image_size}
+            record |= {"batch_size": args.batch_size, "seed": args.seed, "repeat": repeat}
+            record |= {"row": row, "variant": name}
+            record |= {"world_size": variant.processes, **variant.setting._asdict()}
+            record |= launch(args, name, variant) | predicted(model, variant, env["device"])
+            runs[name].append(record)
+            append(args.log_file, env | record)
+            print(f"   run {repeat + 1}: {line(record)}", flush=True)
+    print()
+    print("\n".join(table(runs)))
+
+
+def launch(args, name, variant):
+    """Run measure() in processes under torchrun, and return what rank 0 prints."""
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += [f"--nproc-per-node={variant.processes}", ROOT / "tools/bench/memory.py"]
+    command += ["--inside", name, "--arch", args.arch, "--image-size", args.image_size]
+    command += ["--batch-size", args.batch_size, "--steps", args.steps, "--seed", args.seed]
+    command += ["--processes", *args.processes]
+    env = {"OMP_NUM_THREADS": "1"} | os.environ
+    process = subprocess.run(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True)
+    if process.returncode != 0:
+        raise UserError(
+            f"{name}: torchrun exited with code {process.returncode}; see its message above"
+        )
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def predicted(model, variant, device):
+    """Return the same numbers as computed by tools/fit.py."""
+    foreach = device != "cpu"  # torch's default
+    peak = fit.peak(model, variant.setting, "momentum", foreach)
+    held = fit.held(model, variant.setting, "momentum")
+    names = ("weights", "gradients", "optimizer")
+    return {
+        "computed_peak_bytes": round(peak.total),
+        "computed_moment": peak.moment,
+        "computed_held_bytes": {name: round(getattr(held, name)) for name in names},
+    }
+
+
+def line(record):
+    return (
+        f"{record['variant']:38} peak {record['peak_bytes'] / 1e6:7.0f} MB, computed "
+        f"{record['computed_peak_bytes'] / 1e6:7.0f} MB, "
+        f"sent {record['sent_bytes'] / 1e6:6.0f} MB, {record['images_per_second']:7.1f} img/s"
+    )
+
+
+def table(runs):
+    """Return the lines that compare the variants; ratios are those to DDP in the same repeat.
+
+    Args:
+        runs: {name of a variant: its records}.
+    """
+    base = next(records for records in runs.values() if records[0]["name"] == "DDP")
+    lines = [
+        f"{'variant':38} {'peak MB':>8} {'to DDP':>7} {'computed':>9} {'held MB':>8} "
+        f"{'sent MB':>8} {'to DDP':>7} {'img/s, median (range)':>26} {'to DDP':>20}"
+    ]
+    for name, records in runs.items():
+        first = records[0]
+        peak = max(record["peak_bytes"] for record in records)
+        sent = first["sent_bytes"]
+        speeds = [record["images_per_second"] for record in records]
+        ratios = [
+            a["images_per_second"] / b["images_per_second"]
+            for a, b in zip(records, base, strict=True)
+        ]
+        against = max(record["peak_bytes"] for record in base)
+        difference = 100 * (first["computed_peak_bytes"] / peak - 1)
+        lines.append(
+            f"{name:38} {peak / 1e6:8.0f} {peak / against:7.2f} {difference:+7.1f} % "
+            f"{sum(first['held_bytes'].values()) / 1e6:8.0f} {sent / 1e6:8.0f} "
+            f"{sent / base[0]['sent_bytes']:7.2f} {spread(speeds, '.1f'):>26} "
+            f"{spread(ratios, '.2f'):>20}"
+        )
+    return lines
+
+
+# One variant
+
+
+class Watch(TorchDispatchMode):
+    """While entered, add up the bytes of the tensors that exist, and the bytes that are sent.
+
+    It sees every operation of torch and the tensors that it returns, but not what an operation
+    allocates and frees inside. A storage counts once, however many tensors use it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.storages = weakref.WeakSet()
+        self.peak = 0
+        self.sent = collections.Counter()  # {collective: bytes}
+        self.is_counting = False  # adding up takes time, so only in the measured training step
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # DTensor calls us again for the tensors that this rank holds
+        result = func(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.storages.add(tensor.untyped_storage())
+        if self.is_counting:
+            self.peak = max(self.peak, self.now())
+            self.sent.update(bytes_sent(func, args))
+        return result
+
+    def now(self):
+        """Return the bytes of all storages that exist now. FSDP resizes storages."""
+        return sum(storage.nbytes() for storage in self.storages)
+
+
+# operation: (name, index of the argument that holds the full tensors, index of the group, rounds)
+COLLECTIVES = {
+    "c10d::allreduce_": ("all_reduce", 0, 1, 2),
+    "c10d::broadcast_": ("broadcast", 0, 1, 1),
+    "c10d::_allgather_base_": ("all_gather", 0, 2, 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2, 1),
+}
+
+
+def bytes_sent(func, args):
+    """Return {collective: bytes that a rank sends with a ring}, empty for other operations."""
+    if func.name() not in COLLECTIVES:
+        return {}
+    name, tensors, group, rounds = COLLECTIVES[func.name()]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(args[tensors]))
+    ranks = dist.ProcessGroup.unbox(args[group]).size()
+    return {name: size * rounds * (ranks - 1) / ranks}
+
+
+@cleaned_up()
+def measure(args, setting):
+    """Build one variant and train for a few steps. Rank 0 prints what it measured as JSON."""
+    d = setup_distributed()
+    shape = (args.batch_size, 3, args.image_size, args.image_size)
+    with Watch() as watch:
+        torch.manual_seed(args.seed)
+        images = torch.randn(shape, device=d.device)
+        targets = torch.randint(CLASSES, (args.batch_size,), device=d.device)
+        model, optimizer = build(args, setting, d)
+        step = functools.partial(training_step, model, optimizer, images, targets)
+        for _ in range(SETTLED):
+            step()
+        if d.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        watch.is_counting = True
+        step()
+        watch.is_counting = False
+    peak, now = watch.peak, watch.now()
+    if d.device.type == "cuda":
+        peak, now = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    seconds = []
+    for _ in range(args.steps):
+        dist.barrier()
+        synchronize(d.device)
+        begin = time.perf_counter()
+        step()
+        dist.barrier()  # the slowest rank counts
+        synchronize(d.device)
+        seconds.append(time.perf_counter() - begin)
+    held = held_bytes(model, optimizer)
+    held["other"] = now - sum(held.values())
+    if d.is_main:
+        measured = {
+            "peak_bytes": peak,
+            "held_bytes": held,
+            "sent_bytes": round(watch.sent.total()),
+            "sent_by_collective": {name: round(size) for name, size in watch.sent.items()},
+            "seconds_per_step": statistics.median(seconds),
+            "images_per_second": d.world_size * args.batch_size / statistics.median(seconds),
+        }
+        print(json.dumps(measured))
+
+
+def held_bytes(model, optimizer):
+    """Return {kind: bytes} of what this rank holds between two training steps."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer = optimizer.optim  # holds the state of this rank's tensors
+    weights = list(model.parameters())
+    state = tree_leaves([list(values.values()) for values in optimizer.state.values()])
+    tensors = {
+        "weights": weights,
+        "gradients": [weight.grad for weight in weights],
+        "optimizer": [value for value in state if isinstance(value, torch.Tensor)],
+    }
+    return {name: sum(map(sharded.local_bytes, parts)) for name, parts in tensors.items()}
+
+
+def build(args, setting, d):
+    """Return the model and the optimizer of a variant."""
+    model = fit.build(args.arch, args.image_size).to(d.device)
+    if setting.checkpointed:
+        model = sharded.checkpoint_activations(model)
+    if setting.way in ("ddp", "zero1"):
+        model = DistributedDataParallel(model)
+    elif setting.way == "fsdp":
+        shape = (d.world_size // setting.shards, setting.shards)
+        mesh = init_device_mesh(d.device.type, shape, mesh_dim_names=("copies", "shards"))
+        for module in [*sharded.blocks(model), model]:
+            fully_shard(module, mesh=mesh)
+        model.set_reshard_after_forward(setting.reshard)
+    options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4, "nesterov": True}
+    if setting.way == "zero1":
+        return model, ZeroRedundancyOptimizer(model.parameters(), SGD, **options)
+    return model, SGD(model.parameters(), **options)
+
+
+def training_step(model, optimizer, images, targets):
+    """Run a training step in the order of 03."""
+    loss = nn.functional.cross_entropy(model(images), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(parse_args())

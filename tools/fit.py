@@ -1,0 +1,583 @@
+"""Does a model fit into a GPU? Compute the memory of a training step with DDP, ZeRO and FSDP.
+
+    python tools/fit.py --arch vit_l_16 --batch-size 64 --gpus 8 --memory-gb 24
+    python tools/fit.py --weights-m 7000 --activations-mb-per-image 900 --optimizer adam \\
+        --amp bf16 --batch-size 4 --gpus 64 --memory-gb 80
+
+The first counts the activations of a torchvision model: it runs the forward pass on the meta
+device, which has shapes but no data, and adds up what autograd saves. The second takes your numbers
+for any other model, and assumes equal blocks.
+
+Each row is the moment of a training step that needs the most memory. The order is that of 03 and
+07, where zero_grad() comes after the forward pass: the gradients of the previous step are still in
+memory when the last activation is saved. tools/bench/memory.py measures what is computed here.
+
+In the ZeRO paper (https://arxiv.org/abs/1910.02054), ZeroRedundancyOptimizer is stage 1, FSDP
+without resharding after the forward pass is near stage 2, and FSDP is stage 3. HSDP shards within a
+machine, and keeps one copy per machine.
+
+Not counted: the CUDA context, workspaces of cuDNN and cuBLAS, buffers of NCCL, fragmentation,
+tensors that an operation frees at once, and batches that the loader prefetches. --margin-percent
+leaves memory for them.
+"""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+
+from common import sharded
+from common.errors import UserError, one_line, one_line_errors
+from common.flags import Parser, number, whole_number
+
+FLOAT32 = 4  # bytes
+STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # numbers per weight that an optimizer keeps
+# step() copies tensors. With weight decay, SGD copies a gradient, and Nesterov momentum copies it
+# again; Adam computes its denominator in two copies. One tensor after the other:
+COPIES_OF_ONE = {"sgd": 1, "momentum": 2, "adam": 2}
+# With foreach, torch's default on GPUs, all tensors at the same time. It is not the default for the
+# DTensors of FSDP.
+COPIES_OF_ALL = {"sgd": 1, "momentum": 1, "adam": 1}
+MOST_GPUS = 4096  # when searching for a number of GPUs that fits
+
+
+class Part(NamedTuple):
+    """A block of a model, or everything outside of the blocks.
+
+    Args:
+        shapes: torch.Size of each weight.
+        activations: bytes that autograd saves in this part first.
+        inputs: bytes that remain with activation checkpointing: the inputs of a block.
+        recomputed: bytes that the backward pass of a checkpointed block computes again.
+    """
+
+    shapes: list
+    activations: float
+    inputs: float
+    recomputed: float = 0
+
+    @property
+    def weights(self):
+        return sum(shape.numel() for shape in self.shapes)
+
+
+class Model(NamedTuple):
+    """What the memory of a training step depends on, for one batch size.
+
+    Args:
+        outside: Part, everything outside of the blocks.
+        blocks: list of Part, in the order of the forward pass.
+        bytes_to_compute: bytes per number in the forward pass, 4 or 2.
+    """
+
+    outside: Part
+    blocks: list
+    bytes_to_compute: int = FLOAT32
+
+    @property
+    def parts(self):
+        return [*self.blocks, self.outside]
+
+
+class Setting(NamedTuple):
+    """A way to train.
+
+    Args:
+        way: "plain" (one process), "ddp", "zero1" (DDP with ZeroRedundancyOptimizer) or "fsdp".
+        shards: the number of ranks that share one copy of what is sharded.
+        reshard: for FSDP, whether a block's weights are freed after its forward pass.
+        checkpointed: whether the blocks keep their inputs only.
+    """
+
+    name: str
+    way: str
+    shards: int = 1
+    reshard: bool = True
+    checkpointed: bool = False
+
+
+class Memory(NamedTuple):
+    """Bytes on one rank at one moment of a training step.
+
+    `temporary` holds gathered weights, gradients that are not reduced yet, and copies in step().
+    """
+
+    moment: str
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float = 0
+    temporary: float = 0
+
+    @property
+    def total(self):
+        return sum(self[1:])
+
+
+# Counting activations
+
+
+def count_model(model, images, targets):
+    """Count the weights and the activations of a model, for one training step.
+
+    Args:
+        model: nn.Module on the meta device, which returns one tensor of logits.
+        images: input of the model, on the meta device.
+        targets: classes of the images, on the meta device.
+
+    Returns:
+        Model.
+    """
+    blocks = sharded.blocks(model)
+    outside = len(blocks)  # index of the part outside of the blocks
+    saved = [set() for _ in range(outside + 1)]  # storages that autograd saves, by part
+    inputs = [set() for _ in blocks]  # storages of the inputs of each block
+    first = {}  # storage: the part that saves it first
+    ignored = {t.untyped_storage() for t in [*model.parameters(), *model.buffers()]}
+    current = outside
+
+    def save(tensor):
+        storage = tensor.untyped_storage()
+        if storage not in ignored:
+            saved[current].add(storage)
+            first.setdefault(storage, current)
+        return tensor
+
+    def enter(index):
+        def hook(block, arguments):
+            nonlocal current
+            current = index
+            inputs[index].update(t.untyped_storage() for t in arguments if torch.is_tensor(t))
+
+        return hook
+
+    def leave(block, arguments, output):
+        nonlocal current
+        current = outside
+
+    for index, block in enumerate(blocks):
+        block.register_forward_pre_hook(enter(index))
+        block.register_forward_hook(leave)
+    # on the meta device, torch would choose the attention that saves the whole attention matrix
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", fused_attention),
+        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+    ):
+        outputs = model(images)
+        loss = nn.CrossEntropyLoss()(outputs.float(), targets)
+    del loss  # it kept what autograd had saved, so that no storage was used twice
+
+    def first_saved_in(index):
+        return size(storage for storage, part in first.items() if part == index)
+
+    parts = []
+    kept = set(saved[outside])  # with checkpointing
+    for index, block in enumerate(blocks):
+        shapes = [weight.shape for weight in block.parameters()]
+        kept_more = inputs[index] - kept
+        kept |= kept_more
+        recomputed = size(saved[index] - inputs[index])
+        parts.append(Part(shapes, first_saved_in(index), size(kept_more), recomputed))
+    in_blocks = {id(weight) for block in blocks for weight in block.parameters()}
+    shapes = [weight.shape for weight in model.parameters() if id(weight) not in in_blocks]
+    rest = Part(shapes, first_saved_in(outside), size(saved[outside]))
+    return Model(rest, parts, next(model.parameters()).element_size())
+
+
+def size(storages):
+    return sum(storage.nbytes() for storage in storages)
+
+
+def fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
+    """Attention that keeps its output and one number per query, as the kernels on GPUs do."""
+    options = {"attn_mask": attn_mask, **more}
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, dropout_p, is_causal, **options)[0]
+
+
+def build_on_meta(arch, image_size):
+    """Build a torchvision model without memory for its weights.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    if arch not in torchvision.models.list_models(module=torchvision.models):
+        raise UserError(
+            f"--arch {arch}: no such model of images in torchvision; try vit_b_16, or give "
+            "--weights-m and --activations-mb-per-image"
+        )
+    try:
+        with torch.device("meta"):
+            return build(arch, image_size)
+    except NotImplementedError:  # RegNets compute their widths with real tensors
+        return build(arch, image_size).to("meta")
+
+
+def build(arch, image_size):
+    """Build a torchvision model for images of this size."""
+    options = {}
+    if arch.startswith("vit_"):  # has one weight per position
+        options = {"image_size": image_size}
+    elif arch.startswith("maxvit"):
+        options = {"input_size": (image_size, image_size)}
+    elif arch in ("googlenet", "inception_v3"):  # without their second output for training
+        options = {"aux_logits": False, "init_weights": False}
+    return torchvision.models.get_model(arch, **options)
+
+
+def count_arch(arch, image_size, batch_size, amp="none"):
+    """Count a torchvision model.
+
+    Raises:
+        UserError: there is no such model, or it cannot take such images.
+    """
+    dtype = torch.bfloat16 if amp == "bf16" else torch.float32
+    try:
+        model = build_on_meta(arch, image_size).to(dtype)
+        shape = (batch_size, 3, image_size, image_size)
+        images = torch.empty(shape, dtype=dtype, device="meta")
+        targets = torch.empty(batch_size, dtype=torch.long, device="meta")
+        return count_model(model, images, targets)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"--arch {arch} cannot train on {batch_size} images of {image_size}x{image_size} "
+            f"({one_line(error)})"
+        ) from None
+
+
+def even_model(weights, activations, blocks, amp="none"):
+    """Return a model of equal blocks, with nothing outside of the blocks.
+
+    Args:
+        weights: number of weights.
+        activations: bytes of activations of the whole batch.
+
+    A block's input is assumed to be a sixteenth of what the block saves, as in a transformer.
+    """
+    shapes = [torch.Size([max(1, round(weights / blocks))])]
+    each = activations / blocks
+    block = Part(shapes, each, each / 16, each * 15 / 16)
+    return Model(Part([], 0, 0), [block] * blocks, 2 if amp == "bf16" else FLOAT32)
+
+
+# Computing memory
+
+
+def peak(model, setting, optimizer="momentum", foreach=True):
+    """Return the Memory of the moment with the largest total."""
+    moments = fsdp_moments if setting.way == "fsdp" else ddp_moments
+    return max(moments(model, setting, optimizer, foreach), key=lambda memory: memory.total)
+
+
+def held(model, setting, optimizer="momentum"):
+    """Return the Memory between two training steps: weights, gradients and optimizer state."""
+    moments = fsdp_moments if setting.way == "fsdp" else ddp_moments
+    *_, last = moments(model, setting, optimizer, False)
+    return last._replace(moment="held", temporary=0)
+
+
+def ddp_moments(model, setting, optimizer, foreach):
+    """Yield the moments of a training step with one process or DDP.
+
+    Every rank has all weights and gradients, and DDP copies the gradients into buckets. With
+    ZeroRedundancyOptimizer (stage 1), each rank has the optimizer state of some of the tensors.
+    """
+    shapes = [shape for part in model.parts for shape in part.shapes]
+    weights = FLOAT32 * sum(shape.numel() for shape in shapes)
+    buckets = 0 if setting.way == "plain" else weights
+    gradients = weights + buckets
+    mine = shapes
+    if setting.way == "zero1":
+        mine = largest_share(shapes, setting.shards)
+    of_mine = FLOAT32 * sum(shape.numel() for shape in mine)
+    state = STATES[optimizer] * of_mine
+    copies = step_copies(mine, optimizer, foreach)
+    casts = 0
+    if model.bytes_to_compute < FLOAT32:  # autocast keeps bf16 copies until the step is done
+        casts = model.bytes_to_compute * weights / FLOAT32
+
+    yield Memory("forward", weights, gradients, state, kept(model, setting), casts)
+    ready = FLOAT32 * model.outside.weights  # gradients that the backward pass has computed
+    for index in reversed(range(len(model.blocks))):
+        block = model.blocks[index]
+        activations = kept(model, setting, index + 1)
+        if setting.checkpointed:
+            activations += block.recomputed
+        yield Memory("backward", weights, ready + buckets, state, activations, casts)
+        ready += FLOAT32 * block.weights
+    yield Memory("step", weights, gradients, state, temporary=copies)
+
+
+def fsdp_moments(model, setting, optimizer, foreach):
+    """Yield the moments of a training step with fully_shard, as 07 calls it.
+
+    A rank has one shard of all that the optimizer needs. FSDP gathers the weights of a block into
+    one buffer, and copies them from there into tensors. In the backward pass it has gathered the
+    block before, and the gradients of the block after are on their way: each in a buffer.
+    """
+    shapes = [shape for part in model.parts for shape in part.shapes]
+    mine = [shard_of(shape, setting.shards) for shape in shapes]
+    weights = FLOAT32 * sum(shape.numel() for shape in mine)
+    state = STATES[optimizer] * weights
+    outside = model.bytes_to_compute * model.outside.weights  # gathered during the whole pass
+    sizes = [model.bytes_to_compute * block.weights for block in model.blocks]
+
+    buffer_before = outside
+    for index, buffer in enumerate(sizes):
+        gathered = buffer if setting.reshard else sum(sizes[: index + 1])
+        activations = kept(model, setting, index)
+        temporary = outside + gathered + buffer + buffer_before  # which is freed now
+        yield Memory("forward", weights, weights, state, activations, temporary)
+        activations = kept(model, setting, index + 1)
+        temporary = outside + gathered + buffer
+        yield Memory("forward", weights, weights, state, activations, temporary)
+        buffer_before = buffer
+    reduced = 0
+    for index in reversed(range(len(sizes))):
+        gathered = sum(sizes[max(0, index - 1) : index + 1])  # this block and the block before
+        if not setting.reshard:
+            gathered = sum(sizes[: index + 1])
+        after = model.blocks[index + 1 : index + 2]  # whose gradients are in a buffer
+        buffer = FLOAT32 * sum(block.weights for block in after)
+        temporary = outside + gathered + outside + buffer  # twice: with the gradients
+        activations = kept(model, setting, index + 1)
+        if setting.checkpointed:
+            activations += model.blocks[index].recomputed
+        yield Memory("backward", weights, reduced, state, activations, temporary)
+        # at the end of the block, its gradients are there, and its activations are not
+        temporary += sizes[index]
+        activations = kept(model, setting, index)
+        yield Memory("backward", weights, reduced, state, activations, temporary)
+        shards = [shard_of(shape, setting.shards) for shape in model.blocks[index].shapes]
+        reduced += FLOAT32 * sum(shape.numel() for shape in shards)
+    copies = step_copies(mine, optimizer, foreach=False)
+    yield Memory("step", weights, weights, state, temporary=copies)
+
+
+def kept(model, setting, done=None):
+    """Return the bytes of activations that `done` blocks keep, or all blocks."""
+    parts = [model.outside, *model.blocks[:done]]
+    if setting.checkpointed:
+        return sum(part.inputs for part in parts)
+    return sum(part.activations for part in parts)
+
+
+def step_copies(shapes, optimizer, foreach):
+    """Return the bytes that the optimizer's step() needs in addition."""
+    sizes = [FLOAT32 * shape.numel() for shape in shapes]
+    if foreach:
+        return COPIES_OF_ALL[optimizer] * sum(sizes)
+    return COPIES_OF_ONE[optimizer] * max(sizes, default=0)
+
+
+def shard_of(shape, shards):
+    """Return the shape of rank 0's shard: FSDP splits the first dimension."""
+    first, *others = shape
+    return torch.Size([-(-first // shards), *others])  # the quotient, rounded up
+
+
+def largest_share(shapes, shards):
+    """Return the tensors of the rank that has the most.
+
+    ZeroRedundancyOptimizer gives each tensor, the largest first, to the rank with the least.
+    """
+    shares = [[] for _ in range(shards)]
+
+    def load(share):
+        return sum(shape.numel() for shape in share)
+
+    for shape in sorted(shapes, key=lambda shape: shape.numel(), reverse=True):
+        min(shares, key=load).append(shape)
+    return max(shares, key=load)
+
+
+# The table
+
+
+def settings(gpus, gpus_per_machine):
+    """Return the settings to compare, the simplest first: each without and with checkpointing."""
+    ways = [Setting("one GPU", "plain")]
+    if gpus > 1:
+        ways = [
+            Setting("DDP", "ddp", gpus),
+            Setting("DDP, ZeroRedundancyOptimizer", "zero1", gpus),
+            Setting("FSDP, no resharding", "fsdp", gpus, reshard=False),
+            Setting("FSDP", "fsdp", gpus),
+        ]
+    if gpus > gpus_per_machine:
+        name = f"HSDP, {gpus // gpus_per_machine} x {gpus_per_machine} shards"
+        ways.append(Setting(name, "fsdp", gpus_per_machine))
+    result = []
+    for way in ways:
+        name = f"{way.name}, checkpointing"
+        result += [way, way._replace(name=name, checkpointed=True)]
+    return result
+
+
+def parse_args():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--arch", metavar="NAME", help="a torchvision model, whose activations are counted")
+    add(
+        "--image-size",
+        type=whole_number(1),
+        default=224,
+        metavar="N",
+        help="pixels per side, for --arch",
+    )
+    add(
+        "--weights-m",
+        type=number(above=0),
+        metavar="M",
+        help="for other models: millions of weights",
+    )
+    add(
+        "--activations-mb-per-image",
+        type=number(above=0),
+        metavar="MB",
+        help="for other models: activations of one image, or of one sequence of tokens",
+    )
+    add(
+        "--blocks",
+        type=whole_number(1),
+        default=32,
+        metavar="N",
+        help="for other models: equal blocks that FSDP gathers one at a time",
+    )
+    add(
+        "--optimizer",
+        choices=tuple(STATES),
+        default="momentum",
+        help="momentum is SGD as in 03; sgd is without momentum",
+    )
+    add(
+        "--amp",
+        choices=("none", "bf16"),
+        default="none",
+        help="bf16: weights stay float32; FSDP gathers, and all compute, in bf16",
+    )
+    add(
+        "--batch-size",
+        type=whole_number(1),
+        required=True,
+        metavar="N",
+        help="images per process and training step",
+    )
+    add("--gpus", type=whole_number(1), required=True, metavar="N", help="of all machines together")
+    add(
+        "--gpus-per-machine",
+        type=whole_number(1),
+        default=8,
+        metavar="N",
+        help="GPUs of a machine: the shards of HSDP",
+    )
+    add("--memory-gb", type=number(above=0), required=True, metavar="GB", help="memory of a GPU")
+    add(
+        "--margin-percent",
+        type=number(below=100),
+        default=10,
+        metavar="X",
+        help="share of --memory-gb for what is not counted",
+    )
+    args = parser.parse_args()
+    by_numbers = (args.weights_m, args.activations_mb_per_image)
+    if (args.arch is None) == (None in by_numbers) or (args.arch and any(by_numbers)):
+        parser.error("give --arch, or both --weights-m and --activations-mb-per-image")
+    if args.gpus > args.gpus_per_machine and args.gpus % args.gpus_per_machine:
+        parser.error(
+            f"--gpus-per-machine {args.gpus_per_machine} of --gpus {args.gpus}: "
+            "expected a number that divides the number of GPUs"
+        )
+    return args
+
+
+def describe_model(args, batch_size):
+    """Return the Model for a batch size."""
+    if args.arch:
+        return count_arch(args.arch, args.image_size, batch_size, args.amp)
+    activations = batch_size * args.activations_mb_per_image * 1e6
+    return even_model(args.weights_m * 1e6, activations, args.blocks, args.amp)
+
+
+def compare(args, model, gpus):
+    """Return {name of a setting: (Memory, whether it fits)}."""
+    available = args.memory_gb * 1e9 * (1 - args.margin_percent / 100)
+    rows = {}
+    for setting in settings(gpus, args.gpus_per_machine):
+        memory = peak(model, setting, args.optimizer)
+        rows[setting.name] = (memory, memory.total <= available)
+    return rows
+
+
+def simplest(rows):
+    """Return the name of the first setting that fits, or None."""
+    return next((name for name, (_, fits) in rows.items() if fits), None)
+
+
+def remedies(args):
+    """Return what to do if no setting fits, as a text."""
+    found = []
+    batch_size = args.batch_size // 2
+    while batch_size:
+        name = simplest(compare(args, describe_model(args, batch_size), args.gpus))
+        if name:
+            found.append(f"--batch-size {batch_size} ({name})")
+            break
+        batch_size //= 2
+    model = describe_model(args, args.batch_size)
+    gpus = args.gpus_per_machine * max(1, args.gpus // args.gpus_per_machine)
+    while gpus < MOST_GPUS:
+        gpus *= 2
+        if name := simplest(compare(args, model, gpus)):
+            found.append(f"--gpus {gpus} ({name})")
+            break
+    if found:
+        return " or ".join(found)
+    return "tensor parallelism, which splits the layers: a block does not fit"
+
+
+def table(rows):
+    """Return the lines of the table, in GB."""
+    names = {name: name.replace("checkpointing", "ckpt") for name in rows}
+    width = max(map(len, names.values()))
+    head = ("weights", "gradients", "optimizer", "activations", "temporary", "    sum")
+    lines = [f"{'GB per GPU':{width}} {' '.join(head)} fits peak in"]
+    for name, (memory, fits) in rows.items():
+        gigabytes = [*memory[1:], memory.total]
+        cells = [f"{x / 1e9:{len(column)}.2f}" for x, column in zip(gigabytes, head, strict=True)]
+        answer = "yes" if fits else "no"
+        lines.append(f"{names[name]:{width}} {' '.join(cells)} {answer:4} {memory.moment}")
+    return lines
+
+
+def main(args):
+    model = describe_model(args, args.batch_size)
+    weights = sum(part.weights for part in model.parts) / 1e6
+    compute = "float32" if args.amp == "none" else "bf16, weights in float32"
+    print(f"model:      {args.arch or 'equal blocks'}, {weights:.1f} million weights, {compute}")
+    print(f"step:       {args.batch_size} images per process, {args.optimizer}")
+    print(
+        f"GPUs:       {args.gpus}, {args.memory_gb:g} GB each, of which "
+        f"{args.margin_percent:g} % stay free for what is not counted (see --help)"
+    )
+    print("gradients:  with DDP also its buckets, which are a second copy")
+    print("temporary:  gathered weights, gradients to reduce, copies in optimizer.step()")
+    print("ckpt:       activation checkpointing, 07 --checkpoint-activations\n")
+    rows = compare(args, model, args.gpus)
+    print("\n".join(table(rows)))
+    if name := simplest(rows):
+        print(f"\nsmallest change that fits: {name}")
+    else:
+        print(f"\nnothing fits; try {remedies(args)}")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(parse_args())
