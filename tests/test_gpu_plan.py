@@ -24,14 +24,14 @@ COMMANDS = sorted(
 
 
 def test_the_plan_is_short_and_begins_with_what_proves_most():
-    first = ["tests", "rungs", "preflight", "sync", "fp16", "resume"]
+    first = ["tests", "rungs", "preflight", "sync", "fp16", "resume", "shards"]
     for parts in PLANS.values():
         names = [part.name for part in parts]
-        assert names[:6] == first
+        assert names[:7] == first
         assert len(set(names)) == len(names)
         assert all(60 * part.minutes <= gpu.PART_SECONDS for part in parts)
     assert sum(part.minutes for part in PLANS[1]) <= 60
-    assert "ddp" not in [part.name for part in PLANS[1]]
+    assert not {"ddp", "memory"} & {part.name for part in PLANS[1]}
     assert "torchrun --nproc-per-node=8 launch/preflight.py" in str(PLANS[8])
     without = gpu.plan(SimpleNamespace(devices=1, name="x"), has_data=lambda _: False)
     names = [part.name for part in without]
@@ -41,7 +41,7 @@ def test_the_plan_is_short_and_begins_with_what_proves_most():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_script_of_the_plan_takes_its_flags(command, monkeypatch):
-    files = ("train", "input", "ddp", "peer", "out")
+    files = ("train", "input", "ddp", "peer", "shards", "memory", "out")
     words = shlex.split(command.format(tmp="/tmp", **{name: f"/tmp/{name}" for name in files}))
     if "grep" in words or "pytest" in words or "tools/lab/same_bits.py" in words:
         return

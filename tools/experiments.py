@@ -209,7 +209,7 @@ EXPERIMENTS = {
     "resnet20": (resnet20, 1, [1, 2], 1),
     "accuracy": (accuracy, 1, [1, 2, 4, 8, 16], 2),
     "scaling": (scaling, 3, [1, 2, 3, 4, 6, 8], 3),
-    "memory": (memory, 3, [1, 2, 4], 2),
+    "memory": (memory, 2, [1, 2, 4], 2),
 }
 
 

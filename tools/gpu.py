@@ -79,9 +79,9 @@ def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
         has_data: function from a folder, as data/cifar10, to whether it is there.
     """
     n = min(machine.devices, 8)
-    parts = [tests(), rungs(n), preflight(n), sync(), fp16(), resume()]
+    parts = [tests(), rungs(n), preflight(n), sync(), fp16(), resume(), shards(n)]
     if n > 1:
-        parts.append(ddp(n))
+        parts += [ddp(n), memory(n)]
     parts += [beside_bare_step("resnet50", 150, minutes=5), peer()]
     if has_data("data/cifar10"):
         parts.append(input_of_01())
@@ -137,6 +137,28 @@ def resume():
     ]
     what = "a killed run that is resumed has the bits of one that was not killed"
     return Part("resume", 2, what, commands)
+
+
+def shards(n):
+    run = (
+        f"torchrun --nproc-per-node={n} 07_fsdp.py --limit 16000 --checkpoints-path {{tmp}}/shards"
+    )
+    vit = f"torchrun --nproc-per-node={n} 07_fsdp.py --arch vit_b_16 --limit 16000 --epochs 1"
+    commands = [
+        f"{run} --epochs 1",
+        f"{run} --epochs 2 --sync-bn --save {{tmp}}/whole.pt | tee {{tmp}}/log",
+        '! grep -F "[1/2]" {tmp}/log',  # its first epoch was loaded
+        f"{vit} --amp bf16 --clip-grad 1 --checkpoint-activations",
+        f"{vit} --amp bf16 --no-reshard-after-forward",
+        f"torchrun --nproc-per-node={n} tools/bench/checkpoint.py --log-file {{shards}}",
+    ]
+    return Part("shards", 3, "07: saved and loaded, in bf16, and what a checkpoint costs", commands)
+
+
+def memory(n):
+    command = f"python tools/bench/memory.py --arch vit_b_16 --batch-size 64 --processes 1 {n}"
+    command += " --steps 20 --repeats 3 --log-file {memory}"
+    return Part("memory", 6, "memory and speed of DDP and FSDP", [command])
 
 
 def ddp(n):
@@ -221,7 +243,7 @@ def run(part, machine, out, seconds):
         seconds: float, after which the part is ended.
     """
     logs = {}
-    for name in ("train", "input", "ddp", "peer"):
+    for name in ("train", "input", "ddp", "peer", "shards", "memory"):
         logs[name] = out / name / f"{machine.name}.jsonl"
         logs[name].parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
