@@ -116,10 +116,11 @@ def main(args):
 
     # 5. tear down
     report.print(sharded.bytes_held(model, optimizer))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, on rank 0 alone
-    weights = get_model_state_dict(model, options=options)  # a collective: not under the if
-    if args.save and rank == 0:
-        torch.save(weights, args.save)
+    if args.save:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, on rank 0
+        weights = get_model_state_dict(model, options=options)  # a collective: all ranks call it
+        if rank == 0:
+            torch.save(weights, args.save)
     report.summary()
     dist.destroy_process_group()
 

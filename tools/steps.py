@@ -43,7 +43,7 @@ STEPS = {  # 01 and 06 have no parent
     ),
     "05_mnmc_ddp_slurm.py": Step("03_mnmc_ddp_launch.py", 14, 11, ("docstring", "imports", "0")),
     "07_fsdp.py": Step(
-        *("03_mnmc_ddp_launch.py", 44, 18),
+        *("03_mnmc_ddp_launch.py", 45, 19),
         ("docstring", "imports", "0", "1", "2", "3", "4", "5", "start"),
     ),
 }
