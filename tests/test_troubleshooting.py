@@ -707,7 +707,7 @@ def test_the_code_of_an_entry_about_shards_is_run():
     """Calls that the page shows are in the helper; so are the parts of titles, or in a quote."""
     code = "".join((ROOT / PROVOKE_SHARDED).read_text().split()).replace(",)", ")")
     entries = read_entries(SHARDED)
-    assert len(entries) == 9
+    assert len(entries) == 10
     for number, entry in entries.items():
         calls = re.findall(r"(?<!`)`(\w[\w.]*\([^`]+\))`", entry.body)
         assert [call for call in calls if "".join(call.split()) not in code] == [], number
@@ -841,6 +841,14 @@ def test_a_sharded_model_on_meta_has_no_memory(sharded):
     assert numbers(sharded["remedy: on meta"], "difference") == [0, 0]
     assert numbers(sharded["remedy: on meta"], "running mean") == [1, 1]
     return sharded["on meta"] + sharded["to() on meta"]
+
+
+@pytest.mark.slow
+@provokes(68, program="fully_shard")
+def test_norms_need_the_type_of_their_weights(sharded):
+    assert "type: torch.bfloat16" in sharded["remedy: batch norm in float32"]
+    assert "type: torch.float32" in sharded["remedy: float32 outputs of the model alone"]
+    return sharded["batch norm in bfloat16"] + sharded["float32 between blocks"]
 
 
 # What is no error, and wrong all the same

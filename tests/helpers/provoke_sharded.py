@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
@@ -446,6 +446,35 @@ def no_memory_yet():
         model(images()).sum().backward()
 
 
+# 68
+
+
+def norms_in_bfloat16():
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    float32_outputs = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+
+    with mistake_of_ranks("batch norm in bfloat16"):
+        shard(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), mp_policy=policy)(images())
+
+    with mistake_of_ranks("remedy: batch norm in float32"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        fully_shard(model[1])
+        fully_shard(model, mp_policy=policy)
+        say("type", model(images()).dtype)
+
+    with mistake_of_ranks("float32 between blocks"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+        fully_shard(model[0], mp_policy=float32_outputs)
+        fully_shard(model, mp_policy=float32_outputs)
+        model(images())
+
+    with mistake_of_ranks("remedy: float32 outputs of the model alone"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+        fully_shard(model[0], mp_policy=policy)
+        fully_shard(model, mp_policy=float32_outputs)
+        say("type", model(images()).dtype)
+
+
 def main(folder):
     folder = Path(folder)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
@@ -460,6 +489,7 @@ def main(folder):
     numbers_of_one_rank(folder / "batch_norm")
     averages()
     no_memory_yet()
+    norms_in_bfloat16()
     rank_0_alone(folder / "rank_0_alone")  # last, because its groups lose their connections
     if reader:
         with mistake("a file of shards in one process"):
