@@ -275,12 +275,13 @@ def test_models_that_need_their_own_arguments_are_built(arch):
 # Measured memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "size", "batch_size", "checkpointed"),
     [
         ("resnet18", 32, 32, False),
-        ("squeezenet1_1", 64, 32, False),
-        ("squeezenet1_1", 64, 32, True),
+        ("squeezenet1_1", 64, 8, False),
+        ("squeezenet1_1", 64, 8, True),
     ],
 )
 def test_one_process_needs_what_is_computed(

@@ -29,7 +29,8 @@ from tools import experiments, records
 from tools.book import step_model
 from tools.records import RecordError
 
-NOTEBOOKS = [name for name in experiments.EXPERIMENTS if name != "resnet20"]  # a picture has it
+# Pictures show the others.
+NOTEBOOKS = [name for name in experiments.EXPERIMENTS if name not in ("resnet20", "memory")]
 FIGURES = (*NOTEBOOKS, "goodput", "planning", "syncbn_published")  # two notebooks draw several
 
 
