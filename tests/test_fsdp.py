@@ -103,6 +103,14 @@ def test_a_rank_holds_a_part_of_everything_and_learns_the_same(train, world_size
         assert whole == pytest.approx(WHOLE, abs=0.006)
         assert own == pytest.approx(WHOLE / parts, abs=0.006)
     assert far(run, alone) < 1e-6
+    assert evaluated(run) == pytest.approx(evaluated(alone), abs=0.0011), "33 images, once each"
+
+
+def evaluated(run):
+    """Return the loss and the accuracy of the evaluation, as printed."""
+    return [
+        float(n) for n in re.search(r"== test: .*loss: ([\d.]+) .*acc: +([\d.]+)", run.out).groups()
+    ]
 
 
 @pytest.mark.flags("07_fsdp.py", "--clip-grad")

@@ -379,7 +379,7 @@ MUTANTS = [
         ("itertools.islice(itertools.chain(test_loader, test_loader), test_steps)", "test_loader",
          "every rank takes part in every forward pass", "tests/test_ladder.py -k sharded-2"),
         ("if step < len(test_loader):", "if True:", "a repeated batch is not counted",
-         "tests/test_ladder.py -k sharded-2"),
+         "tests/test_fsdp.py -k holds_a_part"),
         ("world_size * epoch + rank", "rank", "each epoch augments in its own way",
          "tests/test_data.py -k same_stream"),
         ("range(first_epoch, args.epochs)", "range(args.epochs)", "a resumed training continues",
