@@ -204,7 +204,9 @@ def test_the_activations_of_a_convolution_are_counted():
         nn.Linear(8 * 6 * 6, 5),
     )
     total = sum(part.activations for part in count(model, torch.zeros(2, 3, 6, 6)).parts)
-    images, output, statistics = 2 * 3 * 36, 2 * 8 * 36, 2 * 8
+    images = 2 * 3 * 36
+    output = 2 * 8 * 36
+    statistics = 2 * 8
     assert total == 4 * (images + output + output + statistics) + loss_of(2, 5)
 
 

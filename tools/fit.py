@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from common import sharded
 from common.errors import UserError, one_line, one_line_errors
 from common.flags import Parser, number, whole_number
+from tools.book.layers import build_on_meta
 
 FLOAT32 = 4  # bytes
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # numbers per weight that an optimizer keeps
@@ -202,42 +203,17 @@ def fused_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=
     return fused(query, key, value, dropout_p, is_causal, **options)[0]
 
 
-def build_on_meta(arch, image_size):
-    """Build a torchvision model without memory for its weights.
-
-    Raises:
-        UserError: there is no such model.
-    """
-    if arch not in torchvision.models.list_models(module=torchvision.models):
-        raise UserError(
-            f"--arch {arch}: no such model of images in torchvision; try vit_b_16, or give "
-            "--weights-m and --activations-mb-per-image"
-        )
-    try:
-        with torch.device("meta"):
-            return build(arch, image_size)
-    except NotImplementedError:  # RegNets compute their widths with real tensors
-        return build(arch, image_size).to("meta")
-
-
-def build(arch, image_size):
-    """Build a torchvision model for images of this size."""
-    options = {}
-    if arch.startswith("vit_"):  # has one weight per position
-        options = {"image_size": image_size}
-    elif arch.startswith("maxvit"):
-        options = {"input_size": (image_size, image_size)}
-    elif arch in ("googlenet", "inception_v3"):  # without their second output for training
-        options = {"aux_logits": False, "init_weights": False}
-    return torchvision.models.get_model(arch, **options)
-
-
 def count_arch(arch, image_size, batch_size, amp="none"):
     """Count a torchvision model.
 
     Raises:
         UserError: there is no such model, or it cannot take such images.
     """
+    if arch not in torchvision.models.list_models(module=torchvision.models):
+        raise UserError(
+            f"--arch {arch}: no such model of images in torchvision; try vit_b_16, or give "
+            "--weights-m and --activations-mb-per-image"
+        )
     dtype = torch.bfloat16 if amp == "bf16" else torch.float32
     try:
         model = build_on_meta(arch, image_size).to(dtype)

@@ -55,6 +55,7 @@ from common.records import environment
 from common.report import synchronize
 from tools import fit
 from tools.bench.measure import ROOT, pick_device
+from tools.book.layers import build as build_model
 from tools.records import append, spread
 
 SETTLED = 2  # training steps until optimizer state and buckets are allocated
@@ -248,12 +249,20 @@ class Watch(TorchDispatchMode):
         return sum(storage.nbytes() for storage in self.storages)
 
 
-# operation: (name, index of the argument that holds the full tensors, index of the group, rounds)
+class Collective(NamedTuple):
+    """How to read the size of a collective from the arguments of its operation."""
+
+    name: str
+    tensors: int  # index of the argument that holds the full tensors
+    group: int  # index of the argument that is the process group
+    rounds: int  # around the ring
+
+
 COLLECTIVES = {
-    "c10d::allreduce_": ("all_reduce", 0, 1, 2),
-    "c10d::broadcast_": ("broadcast", 0, 1, 1),
-    "c10d::_allgather_base_": ("all_gather", 0, 2, 1),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2, 1),
+    "c10d::allreduce_": Collective("all_reduce", 0, 1, 2),
+    "c10d::broadcast_": Collective("broadcast", 0, 1, 1),
+    "c10d::_allgather_base_": Collective("all_gather", 0, 2, 1),
+    "c10d::_reduce_scatter_base_": Collective("reduce_scatter", 1, 2, 1),
 }
 
 
@@ -261,10 +270,11 @@ def bytes_sent(func, args):
     """Return {collective: bytes that a rank sends with a ring}, empty for other operations."""
     if func.name() not in COLLECTIVES:
         return {}
-    name, tensors, group, rounds = COLLECTIVES[func.name()]
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(args[tensors]))
-    ranks = dist.ProcessGroup.unbox(args[group]).size()
-    return {name: size * rounds * (ranks - 1) / ranks}
+    collective = COLLECTIVES[func.name()]
+    tensors = tree_leaves(args[collective.tensors])
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    ranks = dist.ProcessGroup.unbox(args[collective.group]).size()
+    return {collective.name: size * collective.rounds * (ranks - 1) / ranks}
 
 
 @cleaned_up()
@@ -327,7 +337,7 @@ def held_bytes(model, optimizer):
 
 def build(args, setting, d):
     """Return the model and the optimizer of a variant."""
-    model = fit.build(args.arch, args.image_size).to(d.device)
+    model = build_model(args.arch, args.image_size).to(d.device)
     if setting.checkpointed:
         model = sharded.checkpoint_activations(model)
     if setting.way in ("ddp", "zero1"):

@@ -33,16 +33,30 @@ def torchvision_layers(name):
     """
     if name not in torchvision.models.list_models(module=torchvision.models):
         raise UserError(f"{name}: no such model of images in torchvision; try resnet50")
-    options = {}
-    if name in ("googlenet", "inception_v3"):  # without their second output for training
-        options = {"aux_logits": False, "init_weights": False}
+    side = 299 if name == "inception_v3" else 224
+    model = build_on_meta(name, side)
+    return layers_of(model, torch.empty(1, 3, side, side, device="meta"), name)
+
+
+def build_on_meta(name, side):
+    """Build a torchvision model without memory for its weights; see build."""
     try:
         with torch.device("meta"):
-            model = torchvision.models.get_model(name, **options)
+            return build(name, side)
     except NotImplementedError:  # RegNets compute their widths with real tensors
-        model = torchvision.models.get_model(name, **options).to("meta")
-    side = 299 if name == "inception_v3" else 224
-    return layers_of(model, torch.empty(1, 3, side, side, device="meta"), name)
+        return build(name, side).to("meta")
+
+
+def build(name, side):
+    """Build a torchvision model for images of side x side pixels."""
+    options = {}
+    if name.startswith("vit_"):  # has one weight per position
+        options = {"image_size": side}
+    elif name.startswith("maxvit"):
+        options = {"input_size": (side, side)}
+    elif name in ("googlenet", "inception_v3"):  # without their second output for training
+        options = {"aux_logits": False, "init_weights": False}
+    return torchvision.models.get_model(name, **options)
 
 
 def layers_of(model, images, name):
