@@ -1,0 +1,241 @@
+"""Mend programs that train wrongly, and have your mends checked.
+
+    python exercises/check.py              list the exercises, and say which one is next
+    python exercises/check.py 5            run exercise 5 on two ranks, and say what was seen
+    python exercises/check.py 5 --hint     a hint, and the page to read
+    python exercises/check.py 5 --watch    check again whenever you save the file
+
+Your files are in exercises/mine/: edit them there. You need no GPU.
+"""
+
+import difflib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.flags import Parser
+from exercises import chinese, english, runner
+
+HERE = Path(__file__).resolve().parent
+COMMAND = "python exercises/check.py"
+LINES = 24  # of output that are shown
+POLL = 0.3  # seconds between two looks at a watched file
+
+
+def parse_args():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("number", nargs="?", type=int, choices=english.TEXTS, help="of an exercise")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--hint", action="store_true", help="print a hint and the page to read")
+    what.add_argument("--solution", action="store_true", help="print what was wrong, and one mend")
+    what.add_argument(
+        "--reset", action="store_true", help="start again; your file is kept with the ending .old"
+    )
+    what.add_argument("--watch", action="store_true", help="check whenever the file is saved")
+    what.add_argument("--all", action="store_true", help="check all exercises: for teachers")
+    add("--folder", type=Path, default=HERE / "mine", help="where the mended files are")
+    add("--limit", type=float, default=runner.LIMIT, help="seconds for a program that computes")
+    add("--zh", action="store_true", help="speak Chinese, as with LANG=zh_CN.UTF-8")
+    args = parser.parse_args()
+    if args.number is None and (args.hint or args.solution or args.reset):
+        parser.error("expected the number of an exercise, as in: check.py 5 --hint")
+    if args.number is not None and args.all:
+        parser.error(f"expected --all or {args.number}, not both")
+    return args
+
+
+def main():
+    args = parse_args()
+    reader = Reader(args)
+    if args.all:
+        sys.exit(reader.check_all())
+    number = args.number or reader.next_number()
+    if args.hint:
+        reader.print_hint(number)
+    elif args.solution:
+        reader.print_solution(number)
+    elif args.reset:
+        reader.reset(number)
+    elif args.watch:
+        reader.watch(number)
+    elif args.number is None:
+        reader.print_list(number)
+    else:
+        sys.exit(reader.check(number))
+
+
+class Reader:
+    """Somebody who does the exercises: a folder with files, and a language."""
+
+    def __init__(self, args):
+        locale = os.environ.get("LC_ALL") or os.environ.get("LANG") or ""
+        self.language = "zh" if args.zh or locale.startswith("zh") else "en"
+        self.texts = chinese.TEXTS if self.language == "zh" else english.TEXTS
+        self.folder = args.folder
+        self.limit = args.limit
+
+    def say(self, english_text, chinese_text):
+        return chinese_text if self.language == "zh" else english_text
+
+    # Files
+
+    def path(self, number):
+        """Return the path of the reader's file, which is created if there is none."""
+        broken = find("broken", number)
+        path = self.folder / broken.name
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _, code = split_docstring(broken.read_text())
+            path.write_text(f'"""{self.texts[number].task}\n"""{code}')
+        return path
+
+    def passed(self):
+        """Return the numbers of the exercises that were passed."""
+        file = self.folder / "passed.json"
+        return json.loads(file.read_text()) if file.exists() else []
+
+    def add_passed(self, number):
+        (self.folder / "passed.json").write_text(json.dumps(sorted({*self.passed(), number})))
+
+    def next_number(self):
+        return next((number for number in self.texts if number not in self.passed()), 1)
+
+    def reset(self, number):
+        path = self.path(number)
+        old = path.with_suffix(".old")
+        path.rename(old)
+        print(
+            self.say(
+                f"{show(self.path(number))} is as at the beginning; your file is now {show(old)}",
+                f"{show(self.path(number))} 已恢复原状；你的文件改名为 {show(old)}",
+            )
+        )
+
+    # What the reader sees
+
+    def print_list(self, number):
+        passed = self.passed()
+        for n, text in self.texts.items():
+            print(f"{'*' if n in passed else ' '} {n:2} {text.title}")
+        if len(passed) == len(self.texts):
+            print(self.say("\nYou have passed all exercises.", "\n所有练习都已通过。"))
+            return
+        print(self.say("\n* passed. Next:\n", "\n* 已通过。下一个：\n"))
+        self.print_task(number)
+        print(f"\n    {COMMAND} {number}")
+
+    def print_task(self, number):
+        text = self.texts[number]
+        path = show(self.path(number))
+        print(self.say(f"Exercise {number}: {text.title}", f"练习 {number}：{text.title}"))
+        print(self.say(f"Your file: {path}", f"你的文件：{path}"))
+        print(f"\n{text.task}")
+
+    def print_hint(self, number):
+        text = self.texts[number]
+        folder = "docs/zh" if self.language == "zh" else "docs"
+        file, section = text.page
+        print(text.hint)
+        print(
+            self.say(
+                f'\nRead "{section}" in {folder}/{file}.', f"\n请读 {folder}/{file} 的“{section}”。"
+            )
+        )
+
+    def print_solution(self, number):
+        print(self.texts[number].why + "\n")
+        _, broken = split_docstring(find("broken", number).read_text())
+        _, solution = split_docstring(find("solutions", number).read_text())
+        diff = difflib.unified_diff(broken.splitlines(), solution.splitlines(), n=1, lineterm="")
+        print("\n".join(line for line in list(diff)[2:] if not line.startswith("@@")))
+
+    # Checking
+
+    def check(self, number):
+        """Check the reader's file, and print the answer. Return 0 if it has passed, else 1."""
+        text = self.texts[number]
+        path = self.path(number)
+        print(self.say(f"Exercise {number}: {text.title}", f"练习 {number}：{text.title}"))
+        print(self.say(f"running {show(path)}", f"正在运行 {show(path)}") + "\n", flush=True)
+        answer = runner.check(number, path, self.language, self.limit)
+        lines = answer.output.splitlines()
+        if len(lines) > LINES:
+            lines = [*lines[: LINES // 2], "...", *lines[-LINES // 2 :]]
+        print("\n".join([*lines, ""] if lines else []))
+        if not answer.passed:
+            print(self.say(f"not yet: {answer.text}", f"还不对：{answer.text}"))
+            print(
+                self.say(f"A hint: {COMMAND} {number} --hint", f"提示：{COMMAND} {number} --hint")
+            )
+            return 1
+        print(self.say(f"passed: {answer.text}", f"通过：{answer.text}"))
+        self.add_passed(number)
+        if len(self.passed()) == len(self.texts):
+            print(self.say("You have passed all exercises.", "所有练习都已通过。"))
+        else:
+            print(self.say(f"The next one: {COMMAND}", f"下一个：{COMMAND}"))
+        return 0
+
+    def check_all(self):
+        """Check all files that are there. Return 0 if all have passed."""
+        failed = 0
+        for number in self.texts:
+            path = self.folder / find("broken", number).name
+            begin = time.monotonic()
+            if path.exists():
+                answer = runner.check(number, path, self.language, self.limit)
+                mark = self.say(*(("passed", "通过") if answer.passed else ("not yet", "还不对")))
+                text = answer.text
+            else:
+                mark, text = "-", self.say("no file", "没有文件")
+            failed += mark not in ("passed", "通过")
+            print(f"{number:2} {mark:8} {time.monotonic() - begin:4.1f} s  {text}", flush=True)
+        return int(failed > 0)
+
+    def watch(self, number):
+        """Check whenever the file is saved, exercise after exercise, until Ctrl-C."""
+        while True:
+            self.print_task(number)
+            print()
+            while self.check(number):
+                self.wait_for_change(number)
+            if len(self.passed()) == len(self.texts):
+                return
+            number = self.next_number()
+            print()
+
+    def wait_for_change(self, number):
+        path = self.path(number)
+        before = path.read_text()
+        print(self.say("waiting until you save the file ...", "等待文件保存……"), flush=True)
+        while not path.exists() or path.read_text() in ("", before):  # editors empty it first
+            time.sleep(POLL)
+
+
+def find(folder, number):
+    """Return the path of an exercise in broken/ or solutions/."""
+    (path,) = (HERE / folder).glob(f"{number:02}_*.py")
+    return path
+
+
+def split_docstring(source):
+    """Return the docstring of a program, and the code after it."""
+    _, docstring, code = source.split('"""', 2)
+    return docstring.strip(), code
+
+
+def show(path):
+    """Return a path as a reader would type it."""
+    return os.path.relpath(path)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,48 @@
+"""Each epoch must have an order of its own, which is common to the ranks."""
+
+from exercises.judging import epochs, listed, refuse, refuse_other_training, say
+
+IMAGES = 256
+EPOCHS = 3
+
+
+def check(ranks):
+    of_ranks = [epochs(rank) for rank in ranks]
+    if any(len(of_rank) != EPOCHS for of_rank in of_ranks):
+        counts = listed(map(len, of_ranks))
+        refuse(
+            f"I expected {EPOCHS} epochs on each rank, and see {counts}.",
+            f"每个 rank 应该有 {EPOCHS} 个 epoch，实际为 {counts}。",
+        )
+    for k, parts in enumerate(zip(*of_ranks, strict=True)):
+        numbers = [number for part in parts for number in part]
+        twice = len(numbers) - len(set(numbers))
+        missing = IMAGES - len(set(numbers))
+        if twice or missing:
+            refuse(
+                f"In epoch {k}, {missing} images were read by no rank, and {twice} more than once:"
+                " the ranks do not shuffle alike.",
+                f"在第 {k} 个 epoch 中，有 {missing} 张图像没有被读取，{twice} 张读了不止一次："
+                "各 rank 的打乱方式不一致。",
+            )
+    for a in range(EPOCHS):
+        for b in range(a):
+            first, second = of_ranks[0][b], of_ranks[0][a]
+            if first == second:
+                refuse(
+                    f"Epochs {b} and {a} have the same images in the same order on rank 0,"
+                    f" beginning with {first[:3]}.",
+                    f"rank 0 在第 {b} 和第 {a} 个 epoch 中读取的图像和顺序完全相同，"
+                    f"开头是 {first[:3]}。",
+                )
+            if sorted(first) == sorted(second):
+                refuse(
+                    f"Epochs {b} and {a} have other orders, but rank 0 reads the same half of the"
+                    " images in both.",
+                    f"第 {b} 和第 {a} 个 epoch 的顺序不同，但 rank 0 读取的还是同一半图像。",
+                )
+    refuse_other_training(ranks)
+    return say(
+        "each epoch has an order of its own, and both ranks use it.",
+        "每个 epoch 都有自己的顺序，两个 rank 一致。",
+    )

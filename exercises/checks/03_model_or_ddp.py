@@ -1,0 +1,13 @@
+"""The ranks must train one model, with the gradients of all ranks."""
+
+from exercises.judging import refuse_other_training, say, steps
+
+
+def check(ranks):
+    refuse_other_training(ranks)
+    count = len(steps(ranks[0]))
+    return say(
+        f"after each of {count} training steps, the ranks had the same weights as one process that"
+        " trains on the images of both.",
+        f"{count} 个训练步中，每一步之后各 rank 的权重都与单进程用两个 rank 的图像训练的结果相同。",
+    )

@@ -1,0 +1,40 @@
+"""Rank 0 must print what both ranks counted, and the program must end."""
+
+import re
+
+from exercises.judging import refuse, say, variable
+
+
+def check(ranks):
+    truth, part = right_answers(ranks[0])
+    printed = [re.findall(r"(\d+) of 100", rank.output) for rank in ranks]
+    if not printed[0]:
+        refuse(
+            "Rank 0 printed no line with `... of 100 answers are correct`.",
+            "rank 0 没有打印 `... of 100 answers are correct` 这一行。",
+        )
+    if printed[1]:
+        refuse(
+            "Rank 1 printed the result too: only rank 0 should print.",
+            "rank 1 也打印了结果：只应由 rank 0 打印。",
+        )
+    number = int(printed[0][-1])
+    if number != truth:
+        own = (
+            say(", the answers of rank 0 alone", "，这只是 rank 0 的结果") if number == part else ""
+        )
+        refuse(
+            f"Rank 0 printed {number} correct answers{own}; both ranks together have {truth}.",
+            f"rank 0 打印了 {number} 个正确答案{own}；两个 rank 合计为 {truth}。",
+        )
+    return say(
+        f"rank 0 printed {truth}, the correct answers of both ranks.",
+        f"rank 0 打印了 {truth}，即两个 rank 的正确答案总数。",
+    )
+
+
+def right_answers(rank):
+    """Return the correct answers to all images, and to those of the rank."""
+    images, targets = variable(rank, "images"), variable(rank, "targets")
+    right = variable(rank, "model")(images).argmax(dim=1) == targets
+    return int(right.sum()), int(right[rank.rank :: 2].sum())

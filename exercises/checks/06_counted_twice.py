@@ -1,0 +1,40 @@
+"""Each image must count once in the evaluation, on one of the ranks."""
+
+from collections import Counter
+
+from exercises.judging import all_images, images, refuse, say, variable
+
+IMAGES = 101
+
+
+def check(ranks):
+    correct, total = (int(variable(ranks[0], name)) for name in ("correct", "total"))
+    data, targets = variable(ranks[0], "images"), variable(ranks[0], "targets")
+    truth = int((variable(ranks[0], "model")(data).argmax(dim=1) == targets).sum())
+    if all(len(set(images(rank))) == IMAGES for rank in ranks):
+        refuse(
+            f"Each rank evaluated all {IMAGES} images: they should share the work.",
+            f"每个 rank 都评估了全部 {IMAGES} 张图像：应该分工。",
+        )
+    counts = Counter(all_images(ranks))
+    if missing := IMAGES - len(counts):
+        refuse(
+            f"{missing} of {IMAGES} images were not evaluated.",
+            f"{IMAGES} 张图像中有 {missing} 张没有评估。",
+        )
+    if total != IMAGES:
+        number, times = counts.most_common(1)[0]
+        refuse(
+            f"The program counted {total} answers for {IMAGES} images: image {number} was"
+            f" evaluated {times} times.",
+            f"程序对 {IMAGES} 张图像数出 {total} 个答案：图像 {number} 评估了 {times} 次。",
+        )
+    if correct != truth:
+        refuse(
+            f"The program counted {correct} correct answers, but {truth} of {IMAGES} are correct.",
+            f"程序数出 {correct} 个正确答案，实际 {IMAGES} 个中有 {truth} 个正确。",
+        )
+    return say(
+        f"each of {IMAGES} images counts once, and {truth} answers are correct.",
+        f"{IMAGES} 张图像各计一次，{truth} 个答案正确。",
+    )

@@ -1,0 +1,33 @@
+"""A training step must have 96 images and learning rate 0.5, on two processes and on three."""
+
+from exercises.judging import batches, refuse, refuse_other_training, say, steps
+from exercises.runner import Setup
+
+SETUPS = [Setup(), Setup(local_ranks=(0, 1, 2))]
+BATCH_SIZE = 96
+LR = 0.5
+
+
+def check(*runs):
+    for ranks in runs:
+        n = len(ranks)
+        refuse_other_training(ranks)
+        sizes = {sum(map(len, parts)) for parts in zip(*map(batches, ranks), strict=True)}
+        if sizes != {BATCH_SIZE}:
+            size = max(sizes - {BATCH_SIZE})
+            refuse(
+                f"With {n} processes, a training step had {size} images instead of {BATCH_SIZE}.",
+                f"{n} 个进程时，一个训练步有 {size} 张图像，而不是 {BATCH_SIZE} 张。",
+            )
+        lr = steps(ranks[0])[-1].lr
+        if abs(lr - LR) > 1e-6:
+            refuse(
+                f"With {n} processes, the learning rate was {lr:g} instead of {LR}: the global"
+                " batch size is that of one process, so the learning rate is too.",
+                f"{n} 个进程时，学习率为 {lr:g}，而不是 {LR}："
+                "全局 batch size 没有变，学习率也不应变。",
+            )
+    return say(
+        f"two and three processes train with {BATCH_SIZE} images per step and learning rate {LR}.",
+        f"两个和三个进程每步都用 {BATCH_SIZE} 张图像，学习率 {LR}。",
+    )

@@ -1,0 +1,21 @@
+"""The ranks must clip the mean of their gradients."""
+
+from exercises.judging import refuse, refuse_other_training, say, steps
+
+MAX_NORM = 0.1
+
+
+def check(ranks):
+    for k, step in enumerate(steps(ranks[0]), 1):
+        norm = sum(float(gradient.square().sum()) for gradient in step.gradients) ** 0.5
+        if norm > MAX_NORM * 1.001:
+            refuse(
+                f"In training step {k}, the optimizer got a gradient with norm {norm:.3f}, more"
+                f" than {MAX_NORM}.",
+                f"第 {k} 个训练步中，优化器得到的梯度范数为 {norm:.3f}，大于 {MAX_NORM}。",
+            )
+    refuse_other_training(ranks, max_norm=MAX_NORM)
+    return say(
+        "the ranks clip the mean of their gradients, as one process would.",
+        "各 rank 裁剪的是平均后的梯度，与单进程相同。",
+    )

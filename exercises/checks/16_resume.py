@@ -1,0 +1,39 @@
+"""A continued epoch must train the images that were not yet trained."""
+
+from exercises.judging import batches, refuse, say, steps
+
+IMAGES = 256
+STEPS = 8
+KILLED = 3  # the step after which the job was killed
+
+
+def check(ranks):
+    count = len(steps(ranks[0]))
+    if count != STEPS:
+        refuse(
+            f"The epoch had {count} training steps in all; expected {STEPS}: {KILLED}, then"
+            f" {STEPS - KILLED}.",
+            f"这个 epoch 总共走了 {count} 步；"
+            f"应该是 {STEPS} 步：先 {KILLED} 步，再 {STEPS - KILLED} 步。",
+        )
+    before, after = [], []
+    for rank in ranks:
+        trained = [batch[-16:] for batch in batches(rank)]  # a mend may read others to skip them
+        before += [number for batch in trained[:KILLED] for number in batch]
+        after += [number for batch in trained[KILLED:] for number in batch]
+    if again := set(before) & set(after):
+        refuse(
+            f"{len(again)} images were trained before and after the restart, for example image"
+            f" {min(again)}; {IMAGES - len(set(before + after))} images were never trained.",
+            f"有 {len(again)} 张图像在重启前后都训练了，例如图像 {min(again)}；"
+            f"{IMAGES - len(set(before + after))} 张从未训练。",
+        )
+    if missing := IMAGES - len(set(before + after)):
+        refuse(
+            f"{missing} of {IMAGES} images were never trained in this epoch.",
+            f"这个 epoch 中，{IMAGES} 张图像有 {missing} 张从未训练。",
+        )
+    return say(
+        "the epoch continued where it was interrupted: each image was trained once.",
+        "这个 epoch 从中断处继续：每张图像训练了一次。",
+    )

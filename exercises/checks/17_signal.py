@@ -1,0 +1,37 @@
+"""All ranks must stop after the same step, soon after any of them got a signal."""
+
+from exercises.judging import refuse, say, steps
+from exercises.runner import Setup
+
+SETUPS = [Setup(environment={"SIGNALLED_RANK": rank}) for rank in (1, 0)]
+SIGNAL = 5  # the step in which the signal arrives
+SOON = 2  # steps after the signal
+
+
+def check(*runs):
+    for setup, ranks in zip(SETUPS, runs, strict=True):
+        signalled = setup.environment["SIGNALLED_RANK"]
+        counts = [len(steps(rank)) for rank in ranks]
+        if counts[0] != counts[1]:
+            refuse(
+                f"With a signal for rank {signalled}, rank 0 stopped after step {counts[0]},"
+                f" rank 1 after step {counts[1]}.",
+                f"信号发给 rank {signalled} 时，rank 0 在第 {counts[0]} 步后停止，"
+                f"rank 1 在第 {counts[1]} 步后停止。",
+            )
+        if counts[0] > SIGNAL + SOON:
+            refuse(
+                f"The signal for rank {signalled} arrived in step {SIGNAL}, but the training"
+                f" continued to step {counts[0]}.",
+                f"发给 rank {signalled} 的信号在第 {SIGNAL} 步到达，"
+                f"训练却一直到第 {counts[0]} 步。",
+            )
+        if counts[0] < SIGNAL:
+            refuse(
+                f"The training stopped after step {counts[0]}, before the signal.",
+                f"训练在第 {counts[0]} 步后就停止了，此时还没有信号。",
+            )
+    return say(
+        f"whichever rank gets the signal, both stop after step {counts[0]}.",
+        f"不论哪个 rank 收到信号，两个 rank 都在第 {counts[0]} 步后停止。",
+    )

@@ -1,0 +1,32 @@
+"""Each rank must keep about half of the momentum, and all must have the weights of plain SGD."""
+
+from exercises.judging import refuse, same, say, steps, variable, weights_of
+from exercises.runner import Setup
+
+SETUPS = [Setup(), Setup(program="torch_sgd.py")]
+
+
+def check(ranks, torch_ranks):
+    truth = weights_of(variable(torch_ranks[0], "model"))
+    weights = [weights_of(variable(rank, "model")) for rank in ranks]
+    if not same(*weights):
+        refuse("At the end, the ranks have different weights.", "训练结束时，各 rank 的权重不同。")
+    if not same(weights[0], truth):
+        refuse(
+            "The ranks have equal weights, but not those of an ordinary SGD with momentum.",
+            "各 rank 的权重相同，但与普通的带动量 SGD 不同。",
+        )
+    whole = steps(torch_ranks[0])[-1].state_bytes
+    parts = [steps(rank)[-1].state_bytes if steps(rank) else 0 for rank in ranks]
+    for rank, part in enumerate(parts):
+        if part > 0.65 * whole:
+            refuse(
+                f"Rank {rank} keeps {part:,} bytes of momentum, of {whole:,}: expected about half.",
+                f"rank {rank} 保存了 {part:,} 字节的动量，总共 {whole:,} 字节：应该约为一半。",
+            )
+    return say(
+        f"the ranks keep {parts[0]:,} and {parts[1]:,} bytes of momentum instead of {whole:,}, and"
+        " the weights are those of an ordinary SGD, bit for bit.",
+        f"两个 rank 分别保存 {parts[0]:,} 和 {parts[1]:,} 字节的动量，"
+        f"而不是 {whole:,}，权重与普通 SGD 逐位相同。",
+    )

@@ -1,0 +1,27 @@
+"""Exercise 19 with torch's DDP, to compare with."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())  # the ranks would begin with different weights
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+torch.manual_seed(0)
+images = torch.randn(256, 16)
+targets = images[:, :4].argmax(dim=1)
+dataset = TensorDataset(images, targets)
+loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))
+
+for batch, labels in loader:
+    loss = nn.functional.cross_entropy(ddp(batch), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+dist.destroy_process_group()

@@ -1,0 +1,30 @@
+"""Exercise 22 with an ordinary SGD, to compare with."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+
+torch.manual_seed(0)
+layers = [nn.Linear(16, 64), nn.ReLU()]
+for _ in range(6):
+    layers += [nn.Linear(64, 64), nn.ReLU()]
+model = nn.Sequential(*layers, nn.Linear(64, 4))
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+images = torch.randn(256, 16)
+targets = images[:, :4].argmax(dim=1)
+dataset = TensorDataset(images, targets)
+loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))
+
+for batch, labels in loader:
+    loss = nn.functional.cross_entropy(ddp(batch), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+dist.destroy_process_group()

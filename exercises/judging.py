@@ -1,0 +1,369 @@
+"""Judge what the ranks of a program did, in a sentence that a person would say.
+
+The check of each exercise is a module in checks/. It has TITLE, HINT and PAGE, and
+
+    check(*runs)    runs[k] holds the Records of the ranks of SETUPS[k]. Calls refuse() if the
+                    program is not yet right; else it returns a sentence that says what it saw
+    SETUPS          how to start the program, if not once with two ranks
+    MAY_FAIL        True if a program that ends with an error may be right
+"""
+
+import copy
+import importlib
+import pickle
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from exercises.recorder import Record
+from exercises.runner import Setup
+
+FOLDER = Path(__file__).resolve().parent
+language = "en"  # of the answers
+
+
+class Refused(Exception):
+    """The program is not yet right; the message says what it did."""
+
+
+def say(english, chinese):
+    """Return the sentence in the reader's language."""
+    return chinese if language == "zh" else english
+
+
+def refuse(english, chinese):
+    raise Refused(say(english, chinese))
+
+
+# Called by the runner
+
+
+def setups(number):
+    """Return how to start the program of an exercise: a list of Setup."""
+    return getattr(load_check(number), "SETUPS", [Setup()])
+
+
+def judge(number, program, answer_language, results, folder):
+    """Return (passed, sentence, output) for a program that has run once for each Setup.
+
+    Args:
+        number: of the exercise.
+        program: path of the program.
+        answer_language: "en" or "zh".
+        results: of runner.run(), for each run.
+        folder: has a folder for each run, with the records of its ranks.
+    """
+    global language
+    language = answer_language
+    module = load_check(number)
+    counts = [len(setup.local_ranks) for setup in setups(number)]
+    runs = [read_records(Path(folder, str(k)), count) for k, count in enumerate(counts)]
+    output = show_output(runs[0])
+    try:
+        for result, run in zip(results, runs, strict=True):
+            refuse_what_did_not_end(result, run, program, getattr(module, "MAY_FAIL", False))
+        return True, module.check(*runs), output
+    except Refused as refused:
+        return False, str(refused), output
+
+
+def load_check(number):
+    (path,) = (FOLDER / "checks").glob(f"{number:02}_*.py")
+    return importlib.import_module(f"exercises.checks.{path.stem}")
+
+
+def read_records(folder, count):
+    """Return the Records of all ranks. A rank that was killed has an empty one."""
+    records = []
+    for rank in range(count):
+        path = folder / f"record-{rank}"
+        records.append(pickle.loads(path.read_bytes()) if path.exists() else Record(rank))
+    return records
+
+
+def show_output(ranks):
+    """Return what the ranks printed, each line with its rank."""
+    lines = [f"rank {one.rank} | {line}" for one in ranks for line in one.output.splitlines()]
+    return "\n".join(lines)
+
+
+# Programs that hang or fail
+
+
+def refuse_what_did_not_end(result, ranks, program, may_fail):
+    source = Path(program).read_text().splitlines()
+    places = "; ".join(where(rank, source) for rank in ranks)
+    if result == "hangs":
+        refuse(
+            f"The ranks wait for each other forever: {places}.",
+            f"各 rank 互相等待，永远不会结束：{places}。",
+        )
+    if result == "limit":
+        refuse(
+            f"The program did not end within the time limit: {places}.",
+            f"程序在时限内没有结束：{places}。",
+        )
+    if result == "failed" and not may_fail:
+        rank = min((rank for rank in ranks if rank.exit_code), key=blame, default=ranks[0])
+        text = where(rank, source)
+        refuse(f"The program failed: {text}.", f"程序出错：{text}。")
+
+
+def blame(rank):
+    """Return a number that is smaller for the rank whose error came first."""
+    lost = ("closed", "reset", "peer", "Broken pipe", "Timed out")  # errors because of another rank
+    return rank.error is None, any(word in rank.error[1] for word in lost) if rank.error else True
+
+
+def where(rank, source):
+    """Return in which line a rank waits, failed or ended."""
+    text = source[rank.line - 1].strip() if rank.line else ""
+    line = say(f"line {rank.line}, `{text}`", f"第 {rank.line} 行 `{text}`")
+    if rank.waits:
+        return say(f"rank {rank.rank} waits in {line}", f"rank {rank.rank} 停在{line}")
+    if rank.error:
+        kind, message = rank.error
+        message = message.strip().splitlines()[0][:200] if message.strip() else ""
+        error = f"{kind}: {message}" if message else kind
+        return say(f"rank {rank.rank}, {line}: {error}", f"rank {rank.rank}，{line}：{error}")
+    if rank.exit_code is None:
+        return say(f"rank {rank.rank} was killed", f"rank {rank.rank} 被杀掉")
+    return say(
+        f"rank {rank.rank} has ended with exit code {rank.exit_code}",
+        f"rank {rank.rank} 已结束，退出码 {rank.exit_code}",
+    )
+
+
+# What a rank did
+
+
+def values(rank, kind):
+    """Return the values of all events of one kind, in order."""
+    return [event.value for event in rank.events if event.kind == kind]
+
+
+def images(rank):
+    """Return the numbers of the images that a rank read, in order."""
+    return values(rank, "image")
+
+
+def all_images(ranks):
+    """Return the numbers of the images that all ranks read, sorted; an image may occur twice."""
+    return sorted(number for rank in ranks for number in images(rank))
+
+
+def epochs(rank):
+    """Return the images that a rank read in each epoch: a list of lists."""
+    found = []
+    for event in rank.events:
+        if event.kind == "epoch":
+            found.append([])
+        elif event.kind == "image" and found:
+            found[-1].append(event.value)
+    return [numbers for numbers in found if numbers]
+
+
+def batches(rank):
+    """Return the images that a rank read before each training step: a list of lists."""
+    found, batch = [], []
+    for event in rank.events:
+        if event.kind == "image":
+            batch.append(event.value)
+        elif event.kind == "step":
+            found.append(batch)
+            batch = []
+    return found
+
+
+def steps(rank):
+    """Return the Step after each training step."""
+    return values(rank, "step")
+
+
+def messages(rank, *names):
+    """Return the Messages of a rank, all or those of these collectives."""
+    return [one for one in values(rank, "message") if not names or one.name in names]
+
+
+def variable(rank, name):
+    """Return a variable of the program; refuse the program if it has none of this name."""
+    try:
+        return pickle.loads(rank.variables[name])
+    except Exception:
+        return refuse(
+            f"I expected a variable `{name}` at the end of the program: please keep the name.",
+            f"程序结束时应该有变量 `{name}`：请保留这个名字。",
+        )
+
+
+# Comparing
+
+
+def first_difference(ranks):
+    """Return the number of the first training step after which the weights of ranks differ.
+
+    Counted from 1; None if they are always equal.
+    """
+    for k, these in enumerate(zip(*map(steps, ranks), strict=False), 1):
+        if not all(same(these[0].weights, step.weights) for step in these[1:]):
+            return k
+    return None
+
+
+def same(a, b, tolerance=0.0):
+    """Return whether two lists of tensors are equal, up to a difference."""
+    return len(a) == len(b) and distance(a, b) <= tolerance
+
+
+def distance(a, b):
+    """Return the largest difference of two lists of tensors."""
+    return max((float((x - y).abs().max()) for x, y in zip(a, b, strict=True)), default=0.0)
+
+
+def train_alone(ranks, max_norm=None, learning_rate=None):
+    """Train as one process would, with the images that all ranks read in each training step.
+
+    Uses the variables `model`, `images` and `targets` of the program, cross entropy and plain SGD.
+
+    Args:
+        ranks: Records.
+        max_norm: to clip the gradient to, or None.
+        learning_rate: a number, or None: of the program.
+
+    Returns:
+        The weights after each training step: a list of lists of tensors.
+    """
+    model = copy.deepcopy(variable(ranks[0], "model"))
+    data, targets = variable(ranks[0], "images"), variable(ranks[0], "targets")
+    parameters = list(model.parameters())
+    for parameter, weight in zip(parameters, values(ranks[0], "before")[0].weights, strict=True):
+        parameter.data.copy_(weight)
+    results = []
+    for k, parts in enumerate(zip(*map(batches, ranks), strict=True)):
+        numbers = [number for part in parts for number in part]
+        lr = learning_rate or steps(ranks[0])[k].lr
+        model.zero_grad()
+        nn.functional.cross_entropy(model(data[numbers]), targets[numbers]).backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= lr * parameter.grad
+        results.append([parameter.detach().clone() for parameter in parameters])
+    return results
+
+
+def refuse_other_training(ranks, max_norm=None):
+    """Refuse a program whose ranks differ, or do not train as one process with all their images."""
+    if any(not steps(rank) for rank in ranks):
+        refuse(
+            "I see no training step: expected a call of `optimizer.step()`.",
+            "看不到训练步：应该调用 `optimizer.step()`。",
+        )
+    if k := first_difference(ranks):
+        refuse(
+            f"After training step {k}, the weights of the ranks differ: each rank trains a model of"
+            " its own.",
+            f"第 {k} 个训练步之后，各 rank 的权重不同：每个 rank 在训练自己的模型。",
+        )
+    counts = {len(steps(rank)) for rank in ranks}
+    if len(counts) > 1:
+        refuse(
+            f"The ranks took different numbers of training steps: {listed(counts)}.",
+            f"各 rank 的训练步数不同：{listed(counts)}。",
+        )
+    clips = say(" and clips their gradient", "并裁剪梯度") if max_norm else ""
+    for k, weights in enumerate(train_alone(ranks, max_norm), 1):
+        if not same(weights, steps(ranks[0])[k - 1].weights, 1e-4):
+            refuse(
+                f"The ranks have equal weights, but after training step {k} not those of one"
+                f" process that trains on the images of all ranks{clips}.",
+                f"各 rank 的权重相同，但第 {k} 个训练步之后，与单进程用所有 rank 的图像"
+                f"训练{clips}的结果不同。",
+            )
+
+
+def refuse_other_weights(ranks, torch_ranks):
+    """Refuse a program whose weights differ by one bit from the program with torch's DDP."""
+    if k := first_difference(ranks):
+        refuse(
+            f"After training step {k}, the weights of the ranks differ.",
+            f"第 {k} 个训练步之后，各 rank 的权重不同。",
+        )
+    if len(steps(ranks[0])) != len(steps(torch_ranks[0])):
+        refuse(
+            f"The program took {len(steps(ranks[0]))} training steps, torch's DDP took"
+            f" {len(steps(torch_ranks[0]))}.",
+            f"程序走了 {len(steps(ranks[0]))} 步，"
+            f"torch 的 DDP 走了 {len(steps(torch_ranks[0]))} 步。",
+        )
+    if k := first_difference([ranks[0], torch_ranks[0]]):
+        size = distance(steps(ranks[0])[k - 1].weights, steps(torch_ranks[0])[k - 1].weights)
+        refuse(
+            f"The ranks have equal weights, but after training step {k} they are not those of"
+            f" torch's DDP: the largest difference is {size:.2g}.",
+            f"各 rank 的权重相同，但第 {k} 个训练步之后与 torch 的 DDP 不同："
+            f"最大差值为 {size:.2g}。",
+        )
+
+
+def refuse_late_messages(rank):
+    """Refuse gradients that are not sent during the backward pass, or that it waits for."""
+    sent = messages(rank, "all_reduce")
+    late = [message for message in sent if not message.in_backward]
+    if late:
+        refuse(
+            f"{len(late)} of {len(sent)} all_reduces began after the backward pass.",
+            f"{len(sent)} 次 all_reduce 中有 {len(late)} 次在反向传播之后才开始。",
+        )
+    if any(message.waited for message in sent):
+        refuse(
+            "The backward pass waits in each all_reduce: start it with async_op=True, and wait in"
+            " finish_gradients().",
+            "反向传播在每次 all_reduce 中等待：请用 async_op=True 启动，"
+            "在 finish_gradients() 中等待。",
+        )
+
+
+def sent_per_step(rank):
+    """Return how many all_reduces a rank called per training step, and of how many bytes."""
+    sent = messages(rank, "all_reduce")
+    count = len(steps(rank))
+    size = sum(message.size for message in sent) / count
+    return say(
+        f"{len(sent) / count:g} with {size:,.0f} bytes",
+        f"{len(sent) / count:g} 条，{size:,.0f} 字节",
+    )
+
+
+def refuse_repeated_run(ranks, again):
+    """Refuse a program whose second run did not end with the weights of the first."""
+    if not same(steps(ranks[0])[-1].weights, steps(again[0])[-1].weights):
+        refuse(
+            "Two runs of the program end with different weights: their random numbers differ.",
+            "程序运行两次，得到的权重不同：随机数不一样。",
+        )
+
+
+def listed(numbers):
+    """Return numbers as text, runs of consecutive ones shortened: "0 to 127, 130"."""
+    parts = []
+    for number in sorted(set(numbers)):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    texts = []
+    for first, last in parts:
+        if last > first + 1:
+            texts.append(say(f"{first} to {last}", f"{first} 到 {last}"))
+        else:
+            texts += map(str, range(first, last + 1))
+    if len(texts) > 6:
+        texts = [*texts[:5], "..."]
+    return say(", ", "、").join(texts)
+
+
+def weights_of(module):
+    return [p.detach().clone() for p in module.parameters()]

@@ -1,0 +1,281 @@
+"""Run a program in one rank, and record what it does: images, messages, training steps, the end."""
+
+import contextlib
+import functools
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+import types
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, TensorDataset
+
+TICK = 0.1  # seconds between two reports of a rank
+SLOW_SAVE = 0.5  # seconds that torch.save takes here, so that nobody reads a half-written file
+
+# Collectives as torch's dispatcher names them, for DDP in C++ too, and as people write them
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "barrier": "barrier",
+    "send": "send",
+    "recv_": "recv",
+}
+
+
+class Event(NamedTuple):
+    """Something that a rank did."""
+
+    kind: str  # "image", "message", "before step", "step", "backward", "save", ...
+    line: int  # of the program
+    value: Any
+
+
+class Message(NamedTuple):
+    """A collective that a rank has called."""
+
+    name: str  # as people write it: "all_reduce"
+    tensors: list  # elements of each tensor
+    size: int  # bytes of all tensors
+    in_backward: bool  # called while the backward pass ran
+    waited: bool  # the call returned when the collective was complete
+
+
+class Step(NamedTuple):
+    """The state of an optimizer's parameters before or after a training step."""
+
+    weights: list  # a tensor for each parameter
+    gradients: list  # a tensor or None for each parameter
+    lr: float
+    state_bytes: int  # of the optimizer's state on this rank
+
+
+class Record:
+    """What one rank did. It is pickled, and read by the checks in another process."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.events = []  # in the order in which they happened
+        self.variables = {}  # of the program, when it ended: name to pickled value
+        self.output = ""
+        self.exit_code = None  # None: the rank was stopped
+        self.error = None  # (type, message) of the exception that ended the program
+        self.line = 0  # where the program ended or waits
+        self.waits = False  # in a call, when the rank was stopped
+
+
+class Recorder(TorchDispatchMode):
+    """Records what the program of this process does while the recorder is active."""
+
+    def __init__(self, program, rank):
+        super().__init__()
+        self.program = str(program)
+        self.record = Record(rank)
+        self.in_backward = False
+        self.thread = threading.get_ident()
+
+    def add(self, kind, value=None):
+        self.record.events.append(Event(kind, self.line(), value))
+
+    def line(self):
+        """Return the line of the program in which its thread is."""
+        frame = sys._current_frames()[self.thread]
+        lines = (n for f, n in traceback.walk_stack(frame) if f.f_code.co_filename == self.program)
+        return next(lines, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func.name().partition("::")
+        if namespace == "c10d" and name in COLLECTIVES:
+            self.add_message(name, args)
+        return func(*args, **(kwargs or {}))
+
+    def add_message(self, name, args):
+        # A barrier has a tensor that nobody sends.
+        tensors = [] if name == "barrier" else [x for x in tree_leaves(args) if is_data(x)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        elements = [tensor.numel() for tensor in tensors]
+        waited = False in [x for x in args if isinstance(x, bool)]  # async_op=False
+        message = Message(COLLECTIVES[name], elements, size, self.in_backward, waited)
+        self.add("message", message)
+
+    # What torch calls
+
+    def watch_torch(self):
+        """Make torch report what it does to this recorder. For the rest of this process's life."""
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self.add_step("before", optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: self.add_step("step", optimizer))
+        register_module_forward_pre_hook(self.before_forward)
+        register_module_forward_hook(self.after_forward)
+        replace(TensorDataset, "__getitem__", self.read_image)
+        replace(torch.Tensor, "backward", self.backward)
+        replace(DataLoader, "__iter__", self.begin_epoch)
+        replace(torch, "save", self.save)
+        replace(torch, "load", self.load)
+
+    def add_step(self, kind, optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        weights = [p.detach().clone() for p in parameters]
+        gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+        lr = float(optimizer.param_groups[0]["lr"])
+        state = [x for x in tree_leaves(list(optimizer.state.values())) if is_data(x)]
+        state_bytes = sum(x.numel() * x.element_size() for x in state)
+        self.add(kind, Step(weights, gradients, lr, state_bytes))
+
+    def before_forward(self, module, inputs):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            self.add("batch norm", (module.training, buffers))
+
+    def after_forward(self, module, inputs, output):
+        if isinstance(module, nn.Dropout) and module.training:
+            self.add("dropout", output == 0)
+
+    def read_image(self, real, dataset, index):
+        for number in torch.as_tensor(index).flatten().tolist():
+            self.add("image", number)
+        return real(dataset, index)
+
+    def backward(self, real, *args, **kwargs):
+        self.in_backward = True
+        try:
+            return real(*args, **kwargs)
+        finally:
+            self.in_backward = False
+            self.add("backward")
+
+    def begin_epoch(self, real, loader):
+        self.add("epoch")
+        return real(loader)
+
+    def save(self, real, value, file, *args, **kwargs):
+        if not isinstance(file, str | os.PathLike):  # pickle saves tensors in a buffer
+            return real(value, file, *args, **kwargs)
+        self.add("save", str(file))
+        real(value, file, *args, **kwargs)
+        time.sleep(SLOW_SAVE)
+        return None
+
+    def load(self, real, file, *args, **kwargs):
+        if isinstance(file, str | os.PathLike):
+            self.add("load", str(file))
+        return real(file, *args, **kwargs)
+
+    # The end
+
+    def finish(self, module):
+        """Keep the variables of a program that others can read: numbers, tensors, models."""
+        for name, value in vars(module).items():
+            if not name.startswith("_") and not isinstance(value, types.ModuleType):
+                with contextlib.suppress(Exception):  # a program may have anything
+                    self.record.variables[name] = pickle.dumps(value)
+
+    def fail(self, error):
+        """Keep the exception that ended the program, and its line."""
+        self.record.error = (type(error).__name__, str(error))
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == self.program]
+        if isinstance(error, SyntaxError) and error.filename == self.program:
+            lines.append(error.lineno)
+        self.record.line = lines[-1] if lines else 0
+        print(f"line {self.record.line}:", *traceback.format_exception_only(error), sep="\n")
+
+
+def is_data(value):
+    return isinstance(value, torch.Tensor)
+
+
+def replace(owner, name, function):
+    """Replace a function by function(the replaced one, its arguments)."""
+    real = getattr(owner, name)
+    wrapper = functools.wraps(real)(lambda *args, **kwargs: function(real, *args, **kwargs))
+    setattr(owner, name, wrapper)
+
+
+def run_rank(program, rank, environment, folder, connection):
+    """Run the program as rank `rank`: called in a new process.
+
+    The rank reports what it does every TICK seconds through the connection, and writes its Record
+    to `folder` at the end. If the connection says "stop", or ends, the process ends.
+    """
+    os.environ.update(environment)
+    os.chdir(folder)  # a program may save files
+    torch.set_num_threads(1)
+    output = open(folder / f"output-{rank}", "w+", buffering=1)  # noqa: SIM115
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stdout
+
+    recorder = Recorder(program, rank)
+    recorder.watch_torch()
+    end = threading.Lock()  # the record is written once
+    watcher = threading.Thread(target=report, args=(recorder, folder, connection, end), daemon=True)
+    watcher.start()
+
+    module = types.ModuleType("__main__")
+    module.__file__ = str(program)
+    sys.modules["__main__"] = module
+    sys.argv = [str(program)]
+    sys.path.insert(0, os.path.dirname(program))
+    code = 0
+    try:
+        source = compile(program.read_text(), str(program), "exec")
+        with recorder:
+            exec(source, module.__dict__)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        code = 1
+        recorder.fail(error)
+    recorder.record.exit_code = code
+    with end:
+        recorder.finish(module)
+        write(recorder, folder)
+        os._exit(code)
+
+
+def report(recorder, folder, connection, end):
+    """Tell the parent how far this rank is, until it is told to stop."""
+    with contextlib.suppress(EOFError, OSError):  # the parent has ended
+        while True:
+            connection.send((recorder.line(), len(recorder.record.events), time.process_time()))
+            if connection.poll(TICK):
+                connection.recv()
+                break
+    with end:
+        recorder.record.line = recorder.line()
+        recorder.record.waits = True
+        recorder.finish(sys.modules["__main__"])
+        write(recorder, folder)
+        os._exit(1)
+
+
+def write(recorder, folder):
+    record = recorder.record
+    sys.stdout.flush()
+    record.output = (folder / f"output-{record.rank}").read_text(errors="replace")
+    new = folder / f"record-{record.rank}.new"
+    with new.open("wb") as file:
+        pickle.dump(record, file)
+    new.rename(folder / f"record-{record.rank}")

@@ -1,0 +1,34 @@
+"""Train for one epoch on 256 images, with two ranks that share the work.
+
+In an epoch, each image should be read once, by one of the ranks. What you see: the loss falls, but
+the epoch has 8 training steps, as many as with one process.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+torch.manual_seed(0)
+images = torch.randn(256, 16)
+targets = images[:, :4].argmax(dim=1)  # the class is the brightest of the first four pixels
+dataset = TensorDataset(images, targets)
+
+model = nn.Linear(16, 4)
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+sampler = DistributedSampler(dataset)
+loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+
+for step, (batch, labels) in enumerate(loader):
+    loss = nn.functional.cross_entropy(ddp(batch), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"step {step}: loss {loss.item():.3f}")
+
+dist.destroy_process_group()

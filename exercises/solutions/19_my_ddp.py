@@ -1,0 +1,53 @@
+"""Write what DistributedDataParallel does, in the simplest way.
+
+All ranks should begin with the weights of rank 0, and after the backward pass each gradient should
+be the mean over all ranks. The weights should then be those of torch's DDP, bit for bit.
+
+What you see: the ranks begin with different weights, and each trains a model of its own.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class MyDDP(nn.Module):
+    """A model whose gradients are averaged over all ranks."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=0)
+
+    def forward(self, batch):
+        return self.model(batch)
+
+    def average_gradients(self):
+        """Replace each gradient by its mean over all ranks, after the backward pass."""
+        for parameter in self.model.parameters():
+            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())  # the ranks would begin with different weights
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+ddp = MyDDP(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+torch.manual_seed(0)
+images = torch.randn(256, 16)
+targets = images[:, :4].argmax(dim=1)
+dataset = TensorDataset(images, targets)
+loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))
+
+for batch, labels in loader:
+    loss = nn.functional.cross_entropy(ddp(batch), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    ddp.average_gradients()
+    optimizer.step()
+
+dist.destroy_process_group()
