@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 
 import torch
@@ -147,7 +148,8 @@ def newest_epoch(folder):
     complete = [
         int(name.removeprefix("epoch-"))
         for name in os.listdir(folder)
-        if os.path.exists(os.path.join(folder, name, ".metadata"))
+        if re.fullmatch(r"epoch-\d+", name)  # a folder of another name is not ours
+        and os.path.exists(os.path.join(folder, name, ".metadata"))
     ]
     return max(complete, default=0)
 

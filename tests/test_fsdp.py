@@ -352,6 +352,9 @@ def test_only_a_complete_epoch_counts(tmp_path):
     for epoch in (2, 9):
         (tmp_path / f"epoch-{epoch}/.metadata").touch()
     assert sharded.newest_epoch(tmp_path) == 9
+    (tmp_path / "copy-of-9").mkdir()
+    (tmp_path / "copy-of-9/.metadata").touch()
+    assert sharded.newest_epoch(tmp_path) == 9
 
 
 # Mistakes
