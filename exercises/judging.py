@@ -1,6 +1,6 @@
 """Judge what the ranks of a program did, in a sentence that a person would say.
 
-The check of each exercise is a module in checks/. It has TITLE, HINT and PAGE, and
+The check of each exercise is a module in checks/, with
 
     check(*runs)    runs[k] holds the Records of the ranks of SETUPS[k]. Calls refuse() if the
                     program is not yet right; else it returns a sentence that says what it saw

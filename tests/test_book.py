@@ -241,7 +241,7 @@ def known_flags(folder):
         "template/train.py",
         *(
             p.relative_to(ROOT)
-            for name in ("tools", "launch")
+            for name in ("tools", "launch", "exercises")
             for p in ROOT.glob(f"{name}/**/*.py")
         ),
     ]
