@@ -50,7 +50,7 @@ Train one model with DistributedDataParallel (DDP) on two ranks.
 
 The ranks should have the same weights after every training step.
 
-Nothing fails, and the loss falls. What you see: the ranks print different sums of weights.""",
+Nothing fails, and the loss falls. What you see: the ranks print different first weights.""",
         hint="""\
 DDP prepares the average of the gradients in its forward pass. Is that forward pass called?""",
         page=("03_mnmc_ddp_launch.md", "The wrap"),
@@ -125,7 +125,8 @@ Train with 96 images per training step and learning rate 0.5, on any number of p
 One process alone takes 8 steps per epoch. What you see: two processes take 4, with 192 images
 each. check.py starts the program with two and with three processes.""",
         hint="""\
-batch_size of a DataLoader counts the images of one process. What belongs to a batch of 96?""",
+batch_size of a DataLoader counts the images of one process. How many images
+of a batch of 96 are that?""",
         page=("concepts.md", "Is the batch size per GPU, and must the learning rate scale?"),
         why="""\
 The batch size of a DataLoader is per process, so the global batch size was 96 times the number of

@@ -66,6 +66,14 @@ def judge(number, program, answer_language, results, folder):
         return True, module.check(*runs), output
     except Refused as refused:
         return False, str(refused), output
+    except Exception as error:  # a program may put anything into its variables
+        found = f"{type(error).__name__}: {error}"
+        text = say(
+            f"I cannot read what the program did ({found}): please keep the names and the types of"
+            " its variables.",
+            f"无法读取程序的结果（{found}）：请保留变量的名字和类型。",
+        )
+        return False, text, output
 
 
 def load_check(number):
@@ -74,12 +82,39 @@ def load_check(number):
 
 
 def read_records(folder, count):
-    """Return the Records of all ranks. A rank that was killed has an empty one."""
+    """Return the Records of all ranks. A rank that was killed has an empty one.
+
+    In place of the images in a batch there are their numbers in the data of rank 0.
+    """
     records = []
     for rank in range(count):
         path = folder / f"record-{rank}"
         records.append(pickle.loads(path.read_bytes()) if path.exists() else Record(rank))
+    data = records[0].data
+    if data is not None:
+        numbers = {key(image): number for number, image in enumerate(data)}
+        for record in records:
+            record.events = [
+                number_images(event, data[0].numel(), numbers) for event in record.events
+            ]
     return records
+
+
+def number_images(event, size, numbers):
+    """Return an event with the numbers of images in place of the images.
+
+    A batch of another size is no batch of images, and an image that rank 0 does not have is -1.
+    """
+    if event.kind != "batch":
+        return event
+    batch, is_training = event.value
+    if batch.dim() < 2 or batch[0].numel() != size:
+        return event._replace(kind="other batch")
+    return event._replace(value=([numbers.get(key(image), -1) for image in batch], is_training))
+
+
+def key(image):
+    return image.numpy().tobytes()
 
 
 def show_output(ranks):
@@ -144,32 +179,32 @@ def values(rank, kind):
 
 
 def images(rank):
-    """Return the numbers of the images that a rank read, in order."""
-    return values(rank, "image")
+    """Return the numbers of the images that a rank trained on, in order."""
+    return [
+        number for batch, is_training in values(rank, "batch") if is_training for number in batch
+    ]
 
 
-def all_images(ranks):
-    """Return the numbers of the images that all ranks read, sorted; an image may occur twice."""
-    return sorted(number for rank in ranks for number in images(rank))
+def evaluated(rank):
+    """Return the numbers of the images that went through the model of a rank, in order."""
+    return [number for batch, _ in values(rank, "batch") for number in batch]
 
 
-def epochs(rank):
-    """Return the images that a rank read in each epoch: a list of lists."""
-    found = []
-    for event in rank.events:
-        if event.kind == "epoch":
-            found.append([])
-        elif event.kind == "image" and found:
-            found[-1].append(event.value)
-    return [numbers for numbers in found if numbers]
+def epochs(rank, count):
+    """Return the images of a rank in `count` equal parts, or None if there are no such parts."""
+    numbers = images(rank)
+    size, rest = divmod(len(numbers), count)
+    if rest or not size:
+        return None
+    return [numbers[k * size : (k + 1) * size] for k in range(count)]
 
 
 def batches(rank):
-    """Return the images that a rank read before each training step: a list of lists."""
+    """Return the images that a rank trained on in each training step: a list of lists."""
     found, batch = [], []
     for event in rank.events:
-        if event.kind == "image":
-            batch.append(event.value)
+        if event.kind == "batch" and event.value[1]:
+            batch += event.value[0]
         elif event.kind == "step":
             found.append(batch)
             batch = []
@@ -224,7 +259,8 @@ def distance(a, b):
 def train_alone(ranks, max_norm=None, learning_rate=None):
     """Train as one process would, with the images that all ranks read in each training step.
 
-    Uses the variables `model`, `images` and `targets` of the program, cross entropy and plain SGD.
+    The model is the variable `model` of the program; the loss is cross entropy, the optimizer plain
+    SGD, and the class of an image the brightest of its first four pixels.
 
     Args:
         ranks: Records.
@@ -235,13 +271,15 @@ def train_alone(ranks, max_norm=None, learning_rate=None):
         The weights after each training step: a list of lists of tensors.
     """
     model = copy.deepcopy(variable(ranks[0], "model"))
-    data, targets = variable(ranks[0], "images"), variable(ranks[0], "targets")
+    data = ranks[0].data
+    targets = data[:, :4].argmax(dim=1)
     parameters = list(model.parameters())
     for parameter, weight in zip(parameters, values(ranks[0], "before")[0].weights, strict=True):
         parameter.data.copy_(weight)
     results = []
     for k, parts in enumerate(zip(*map(batches, ranks), strict=True)):
         numbers = [number for part in parts for number in part]
+        refuse_unknown_images(numbers)
         lr = learning_rate or steps(ranks[0])[k].lr
         model.zero_grad()
         nn.functional.cross_entropy(model(data[numbers]), targets[numbers]).backward()
@@ -252,6 +290,15 @@ def train_alone(ranks, max_norm=None, learning_rate=None):
                 parameter -= lr * parameter.grad
         results.append([parameter.detach().clone() for parameter in parameters])
     return results
+
+
+def refuse_unknown_images(numbers):
+    if -1 in numbers:
+        refuse(
+            "Some ranks train on images that rank 0 does not have: all ranks must draw the same"
+            " images, and divide them afterwards.",
+            "有的 rank 用 rank 0 没有的图像训练：各 rank 应生成相同的数据集，然后再划分。",
+        )
 
 
 def refuse_other_training(ranks, max_norm=None):

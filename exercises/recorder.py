@@ -20,7 +20,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, TensorDataset
 
 TICK = 0.1  # seconds between two reports of a rank
 SLOW_SAVE = 0.5  # seconds that torch.save takes here, so that nobody reads a half-written file
@@ -47,7 +46,7 @@ COLLECTIVES = {
 class Event(NamedTuple):
     """Something that a rank did."""
 
-    kind: str  # "image", "message", "before step", "step", "backward", "save", ...
+    kind: str  # "batch", "message", "before", "step", "batch norm", "dropout", "save", "load"
     line: int  # of the program
     value: Any
 
@@ -77,6 +76,7 @@ class Record:
     def __init__(self, rank):
         self.rank = rank
         self.events = []  # in the order in which they happened
+        self.data = None  # the first table of random numbers, which are the images
         self.variables = {}  # of the program, when it ended: name to pickled value
         self.output = ""
         self.exit_code = None  # None: the rank was stopped
@@ -93,6 +93,7 @@ class Recorder(TorchDispatchMode):
         self.program = str(program)
         self.record = Record(rank)
         self.in_backward = False
+        self.depth = 0  # of the modules whose forward pass runs
         self.thread = threading.get_ident()
 
     def add(self, kind, value=None):
@@ -108,7 +109,10 @@ class Recorder(TorchDispatchMode):
         namespace, _, name = func.name().partition("::")
         if namespace == "c10d" and name in COLLECTIVES:
             self.add_message(name, args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.name() == "aten::randn" and self.record.data is None and result.dim() > 1:
+            self.record.data = result.clone()
+        return result
 
     def add_message(self, name, args):
         # A barrier has a tensor that nobody sends.
@@ -126,10 +130,8 @@ class Recorder(TorchDispatchMode):
         register_optimizer_step_pre_hook(lambda optimizer, *_: self.add_step("before", optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: self.add_step("step", optimizer))
         register_module_forward_pre_hook(self.before_forward)
-        register_module_forward_hook(self.after_forward)
-        replace(TensorDataset, "__getitem__", self.read_image)
+        register_module_forward_hook(self.after_forward, always_call=True)
         replace(torch.Tensor, "backward", self.backward)
-        replace(DataLoader, "__iter__", self.begin_epoch)
         replace(torch, "save", self.save)
         replace(torch, "load", self.load)
 
@@ -143,18 +145,17 @@ class Recorder(TorchDispatchMode):
         self.add(kind, Step(weights, gradients, lr, state_bytes))
 
     def before_forward(self, module, inputs):
+        if self.depth == 0 and inputs and is_data(inputs[0]):
+            self.add("batch", (inputs[0].detach().clone(), torch.is_grad_enabled()))
+        self.depth += 1
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             self.add("batch norm", (module.training, buffers))
 
     def after_forward(self, module, inputs, output):
+        self.depth -= 1
         if isinstance(module, nn.Dropout) and module.training:
             self.add("dropout", output == 0)
-
-    def read_image(self, real, dataset, index):
-        for number in torch.as_tensor(index).flatten().tolist():
-            self.add("image", number)
-        return real(dataset, index)
 
     def backward(self, real, *args, **kwargs):
         self.in_backward = True
@@ -162,11 +163,6 @@ class Recorder(TorchDispatchMode):
             return real(*args, **kwargs)
         finally:
             self.in_backward = False
-            self.add("backward")
-
-    def begin_epoch(self, real, loader):
-        self.add("epoch")
-        return real(loader)
 
     def save(self, real, value, file, *args, **kwargs):
         if not isinstance(file, str | os.PathLike):  # pickle saves tensors in a buffer

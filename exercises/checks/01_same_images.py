@@ -1,6 +1,13 @@
 """Each rank must train on its own part of the images, all ranks together on all images."""
 
-from exercises.judging import all_images, images, listed, refuse, refuse_other_training, say
+from exercises.judging import (
+    images,
+    listed,
+    refuse,
+    refuse_other_training,
+    refuse_unknown_images,
+    say,
+)
 
 
 def check(ranks):
@@ -16,11 +23,8 @@ def check(ranks):
 def refuse_repeated_images(ranks, count):
     """Refuse ranks that do not read each of `count` images once in all."""
     parts = [set(images(rank)) for rank in ranks]
-    if not any(parts):
-        refuse(
-            "I see no image that is read: please read them from `dataset`.",
-            "看不到读了哪些图像：请从 `dataset` 读取。",
-        )
+    numbers = sorted(number for rank in ranks for number in images(rank))
+    refuse_unknown_images(numbers)
     if all(len(part) == count for part in parts):
         refuse(
             f"Each rank trained on all {count} images, so each image was trained on every rank.",
@@ -38,7 +42,6 @@ def refuse_repeated_images(ranks, count):
             f"{len(both)} images were trained on both ranks, for example image {min(both)}.",
             f"有 {len(both)} 张图像在两个 rank 上都训练了，例如图像 {min(both)}。",
         )
-    numbers = all_images(ranks)
     if missing := set(range(count)) - set(numbers):
         refuse(
             f"{len(missing)} of {count} images were never trained, for example image"

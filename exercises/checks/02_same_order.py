@@ -1,18 +1,18 @@
 """Each epoch must have an order of its own, which is common to the ranks."""
 
-from exercises.judging import epochs, listed, refuse, refuse_other_training, say
+from exercises.judging import epochs, images, listed, refuse, refuse_other_training, say
 
 IMAGES = 256
 EPOCHS = 3
 
 
 def check(ranks):
-    of_ranks = [epochs(rank) for rank in ranks]
-    if any(len(of_rank) != EPOCHS for of_rank in of_ranks):
-        counts = listed(map(len, of_ranks))
+    of_ranks = [epochs(rank, EPOCHS) for rank in ranks]
+    if None in of_ranks:
+        counts = listed(len(images(rank)) for rank in ranks)
         refuse(
-            f"I expected {EPOCHS} epochs on each rank, and see {counts}.",
-            f"每个 rank 应该有 {EPOCHS} 个 epoch，实际为 {counts}。",
+            f"I expected {EPOCHS} epochs of equal size on each rank, and see {counts} images.",
+            f"每个 rank 应该有 {EPOCHS} 个大小相同的 epoch，实际训练了 {counts} 张图像。",
         )
     for k, parts in enumerate(zip(*of_ranks, strict=True)):
         numbers = [number for part in parts for number in part]

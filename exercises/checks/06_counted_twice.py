@@ -2,21 +2,22 @@
 
 from collections import Counter
 
-from exercises.judging import all_images, images, refuse, say, variable
+from exercises.judging import evaluated, refuse, say, variable
 
 IMAGES = 101
 
 
 def check(ranks):
     correct, total = (int(variable(ranks[0], name)) for name in ("correct", "total"))
-    data, targets = variable(ranks[0], "images"), variable(ranks[0], "targets")
+    data = ranks[0].data
+    targets = data[:, :4].argmax(dim=1)
     truth = int((variable(ranks[0], "model")(data).argmax(dim=1) == targets).sum())
-    if all(len(set(images(rank))) == IMAGES for rank in ranks):
+    if all(len(set(evaluated(rank))) == IMAGES for rank in ranks):
         refuse(
             f"Each rank evaluated all {IMAGES} images: they should share the work.",
             f"每个 rank 都评估了全部 {IMAGES} 张图像：应该分工。",
         )
-    counts = Counter(all_images(ranks))
+    counts = Counter(number for rank in ranks for number in evaluated(rank))
     if missing := IMAGES - len(counts):
         refuse(
             f"{missing} of {IMAGES} images were not evaluated.",

@@ -2,18 +2,19 @@
 
 from torch import nn
 
-from exercises.judging import images, refuse, say, variable
+from exercises.judging import evaluated, refuse, say, variable
 
 
 def check(ranks):
-    data, targets = variable(ranks[0], "images"), variable(ranks[0], "targets")
+    data = ranks[0].data
+    targets = data[:, :4].argmax(dim=1)
     losses = nn.functional.cross_entropy(
         variable(ranks[0], "model")(data), targets, reduction="none"
     )
     losses = losses.detach()
     truth = float(losses.mean())
     found = float(variable(ranks[0], "mean_loss"))
-    sizes = [len(images(rank)) for rank in ranks]
+    sizes = [len(evaluated(rank)) for rank in ranks]
     if sizes == [100, 100]:
         refuse(
             "Each rank evaluated all 100 images: they should share the work.",

@@ -1,6 +1,6 @@
 """The program must end, with the ranks equal and most images trained."""
 
-from exercises.judging import all_images, first_difference, refuse, say, steps
+from exercises.judging import first_difference, images, refuse, say, steps
 
 
 def check(ranks):
@@ -11,7 +11,7 @@ def check(ranks):
             f"After training step {k}, the weights of the ranks differ.",
             f"第 {k} 个训练步之后，各 rank 的权重不同。",
         )
-    numbers = all_images(ranks)
+    numbers = [number for rank in ranks for number in images(rank)]
     if len(set(numbers)) < 120:
         refuse(
             f"Only {len(set(numbers))} of 150 images were trained: both ranks have at least 60.",

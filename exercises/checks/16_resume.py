@@ -18,7 +18,7 @@ def check(ranks):
         )
     before, after = [], []
     for rank in ranks:
-        trained = [batch[-16:] for batch in batches(rank)]  # a mend may read others to skip them
+        trained = batches(rank)
         before += [number for batch in trained[:KILLED] for number in batch]
         after += [number for batch in trained[KILLED:] for number in batch]
     if again := set(before) & set(after):
