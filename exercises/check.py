@@ -112,7 +112,7 @@ class Reader:
         print(
             self.say(
                 f"{show(self.path(number))} is as at the beginning; your file is now {show(old)}",
-                f"{show(self.path(number))} 已恢复原状；你的文件改名为 {show(old)}",
+                f"{show(self.path(number))} 已恢复成最初的样子；你的文件改名为 {show(old)}",
             )
         )
 
@@ -125,7 +125,7 @@ class Reader:
         if len(passed) == len(self.texts):
             print(self.say("\nYou have passed all exercises.", "\n所有练习都已通过。"))
             return
-        print(self.say("\n* passed. Next:\n", "\n* 已通过。下一个：\n"))
+        print(self.say("\n* passed. Next:\n", "\n* 表示已通过。下一个练习：\n"))
         self.print_task(number)
         print(f"\n    {COMMAND} {number}")
 
@@ -170,7 +170,7 @@ class Reader:
         if not answer.passed:
             print(self.say(f"not yet: {answer.text}", f"还不对：{answer.text}"))
             print(
-                self.say(f"A hint: {COMMAND} {number} --hint", f"提示：{COMMAND} {number} --hint")
+                self.say(f"A hint: {COMMAND} {number} --hint", f"看提示：{COMMAND} {number} --hint")
             )
             return 1
         print(self.say(f"passed: {answer.text}", f"通过：{answer.text}"))
@@ -178,7 +178,7 @@ class Reader:
         if len(self.passed()) == len(self.texts):
             print(self.say("You have passed all exercises.", "所有练习都已通过。"))
         else:
-            print(self.say(f"The next one: {COMMAND}", f"下一个：{COMMAND}"))
+            print(self.say(f"The next one: {COMMAND}", f"下一个练习：{COMMAND}"))
         return 0
 
     def check_all(self):
@@ -212,7 +212,7 @@ class Reader:
     def wait_for_change(self, number):
         path = self.path(number)
         before = path.read_text()
-        print(self.say("waiting until you save the file ...", "等待文件保存……"), flush=True)
+        print(self.say("waiting until you save the file ...", "等待你保存文件……"), flush=True)
         while not path.exists() or path.read_text() in ("", before):  # editors empty it first
             time.sleep(POLL)
 

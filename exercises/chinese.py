@@ -1,365 +1,349 @@
 """What the exercises say to their readers, in Chinese: the texts of english.py."""
 
-from typing import NamedTuple
-
-
-class Text(NamedTuple):
-    """The texts of an exercise."""
-
-    title: str
-    task: str  # what the program should do, and what one sees instead; its docstring
-    hint: str
-    page: tuple  # where to read: file in docs/, title of the section
-    why: str  # what was wrong, for --solution
-
+from exercises.english import Text
 
 TEXTS = {
     1: Text(
-        title="Sharing the images",
+        title="分配图像",
         task="""\
-Train for one epoch on 256 images, with two ranks that share the work.
+两个 rank 分工，用 256 张图像训练一个 epoch。
 
-In an epoch, each image should be read once, by one of the ranks. What you see: the loss falls, but
-the epoch has 8 training steps, as many as with one process.""",
+在一个 epoch 中，每张图像应该只由其中一个 rank 读取一次。现象：损失在下降，
+但一个 epoch 有 8 个训练步，与单进程一样多。""",
         hint="""\
-Who tells a DataLoader which images to read? Here, nobody tells it that there are two ranks.""",
-        page=("data-loading.md", "Who gets which image"),
+DataLoader 读哪些图像，由谁决定？在这个程序里，没有人告诉它有两个 rank。""",
+        page=("data-loading.md", "哪个进程得到哪些图像"),
         why="""\
-A DataLoader does not know of other processes: with shuffle=True it reads the whole data set on
-each rank. A DistributedSampler gives each rank its own part, and all ranks shuffle in the same
-order.""",
+DataLoader 不知道还有别的进程：设置 shuffle=True 时，每个 rank 都会读取整个数据集。
+DistributedSampler 给每个 rank 分一份，而且所有 rank 用同一个随机顺序。""",
     ),
     2: Text(
-        title="The order of the images",
+        title="图像的顺序",
         task="""\
-Train for three epochs on 256 images. Each epoch should have an order of its own.
+用 256 张图像训练三个 epoch，每个 epoch 的图像顺序应该各不相同。
 
-Nothing fails. What you see: every epoch begins with the same five images, and in every epoch a
-rank reads the images that it read before.""",
+不报错。现象：每个 epoch 开头的五张图像都一样；每个 rank 在各个 epoch 中读取的，
+总是它已经读过的那些图像。""",
         hint="""\
-A DistributedSampler shuffles by its seed and the number of the epoch. Who counts the epochs?""",
-        page=("data-loading.md", "Why set_epoch"),
+DistributedSampler 根据随机种子和 epoch 的编号打乱顺序。谁来数 epoch？""",
+        page=("data-loading.md", "为什么要 set_epoch"),
         why="""\
-A DistributedSampler shuffles with the seed plus the number of the epoch, so that all ranks shuffle
-alike. It cannot count epochs itself: sampler.set_epoch(epoch) tells it the number.""",
+DistributedSampler 用随机种子加 epoch 的编号来打乱顺序，这样所有 rank 的顺序才一致。
+它自己不会数 epoch，要用 sampler.set_epoch(epoch) 告诉它。""",
     ),
     3: Text(
-        title="The model under DDP",
+        title="DDP 里的模型",
         task="""\
-Train one model with DistributedDataParallel (DDP) on two ranks.
+用 DistributedDataParallel（DDP）在两个 rank 上训练同一个模型。
 
-The ranks should have the same weights after every training step.
+每个训练步之后，各 rank 的权重应该相同。
 
-Nothing fails, and the loss falls. What you see: the ranks print different sums of weights.""",
+不报错，损失也在下降。现象：各 rank 打印的第一个权重不同。""",
         hint="""\
-DDP prepares the average of the gradients in its forward pass. Is that forward pass called?""",
-        page=("03_mnmc_ddp_launch.md", "The wrap"),
+DDP 在自己的前向传播中，为梯度求平均做准备。程序调用 DDP 的前向传播了吗？""",
+        page=("03_mnmc_ddp_launch.md", "包装模型"),
         why="""\
-The program called the model itself, not the DDP object around it. Then DDP does not average the
-gradients, and each rank trains a model of its own. Train ddp; evaluate and save model.""",
+程序调用的是 model 本身，没有经过包在外面的 DDP。这样 DDP 就不会对梯度求平均，
+每个 rank 各训各的模型。训练用 ddp，评估和保存用 model。""",
     ),
     4: Text(
-        title="The number of the GPU",
+        title="GPU 的编号",
         task="""\
-Choose a GPU. Each process should have a GPU of its own on its machine.
+给每个进程选一块 GPU，同一台机器上的进程不能共用。
 
-Two machines have two GPUs each, and torchrun starts four processes: ranks 0 and 1 on the first
-machine, 2 and 3 on the second. You need no GPU: the program only names the device. On real GPUs,
-ranks 2 and 3 would fail with "invalid device ordinal".""",
+有两台机器，每台两块 GPU。torchrun 启动四个进程：rank 0 和 1 在第一台机器上，
+rank 2 和 3 在第二台机器上。做这个练习不需要 GPU：程序只写出设备的名字。在真实的 GPU 上，
+rank 2 和 3 会失败，报错 "invalid device ordinal"。""",
         hint="""\
-GPUs are counted on each machine from 0. Which number of a process is counted like this?""",
-        page=("concepts.md", "What are rank, local rank, node rank and world size?"),
+在每台机器上，GPU 都从 0 开始编号。进程的哪个编号也是这样数的？""",
+        page=("concepts.md", "什么是 rank、local rank、node rank 和 world size？"),
         why="""\
-The rank counts processes on all machines, GPUs are counted on one machine. torchrun sets
-LOCAL_RANK, the number of the process on its machine.""",
+rank 在所有机器上统一编号，GPU 则在每台机器上单独编号。torchrun 会设置 LOCAL_RANK，
+也就是进程在本机的编号。""",
     ),
     5: Text(
-        title="Counting correct answers",
+        title="统计正确数",
         task="""\
-Evaluate a model on 100 images, half of them on each rank.
+在 100 张图像上评估模型，每个 rank 评估一半。
 
-Rank 0 should print the number of correct answers of both ranks.
+rank 0 应该打印两个 rank 合计的正确数。
 
-What you see: nothing is printed, and the program never ends.""",
+现象：什么也没有打印，程序也一直不结束。""",
         hint="""\
-A collective is complete when all ranks have called it. Which ranks call all_reduce?""",
-        page=("hangs.md", "Seven hangs"),
+所有 rank 都调用了，集合通信操作才会完成。哪些 rank 调用了 all_reduce？""",
+        page=("hangs.md", "七种卡住"),
         why="""\
-Only rank 0 called all_reduce. It waited there for rank 1, which waited for it in the barrier. A
-collective belongs outside of `if rank == 0`; only printing and saving belong inside.""",
+只有 rank 0 调用了 all_reduce。它在那里等 rank 1，而 rank 1 在 barrier 里等它。
+集合通信操作要放在 `if rank == 0` 外面，里面只放打印和保存。""",
     ),
     6: Text(
-        title="Evaluating 101 images",
+        title="评估 101 张图像",
         task="""\
-Evaluate a model on 101 images, about half of them on each rank. Each image should count once.
+在 101 张图像上评估模型，每个 rank 评估约一半，每张图像只应计入一次。
 
-What you see: the program counts 102 answers.""",
+现象：程序统计了 102 个预测结果。""",
         hint="""\
-101 images cannot be divided by two. What does a DistributedSampler do with the rest?""",
-        page=("data-loading.md", "Exact evaluation"),
+101 不能被 2 整除。DistributedSampler 怎样处理多出来的一张？""",
+        page=("data-loading.md", "精确的评估"),
         why="""\
-A DistributedSampler makes the parts equal: it repeats images, or drops some with drop_last=True.
-Training needs equal parts, an evaluation does not: give each rank every second image.""",
+DistributedSampler 让各份一样多：重复一些图像；设置 drop_last=True 时，则舍弃一些。
+训练要求各份一样多，评估不要求：让两个 rank 隔一张取一张。""",
     ),
     7: Text(
-        title="The mean loss",
+        title="平均损失",
         task="""\
-Evaluate a model on 100 images: 70 on rank 0, 30 on rank 1.
+在 100 张图像上评估模型：rank 0 评估 70 张，rank 1 评估 30 张。
 
-Print the mean loss of the 100 images.
+打印这 100 张图像的平均损失。
 
-Nothing fails. What you see: a number, but not the mean loss of the 100 images.""",
+不报错。现象：打印了一个数，但不是这 100 张图像的平均损失。""",
         hint="""\
-Is each image as important as every other? The batches and the ranks have different sizes.""",
-        page=("data-loading.md", "Exact evaluation"),
+每张图像在结果中的比重都一样吗？各个 batch 的大小不同，各个 rank 的图像数也不同。""",
+        page=("data-loading.md", "精确的评估"),
         why="""\
-A mean of means is right only if all parts have the same size. Here the last batches are smaller,
-and so is the part of rank 1. Sum the losses and the images, over batches and ranks, and divide
-once.""",
+各部分一样大时，才能对平均值再求平均。这里，最后一个 batch 比较小，rank 1 的那一份也比较小。
+把所有 batch、所有 rank 的损失和图像数分别相加，最后只除一次。""",
     ),
     8: Text(
-        title="The global batch size",
+        title="全局 batch size",
         task="""\
-Train with 96 images per training step and learning rate 0.5, on any number of processes.
+不论用几个进程训练，每个训练步都用 96 张图像，学习率都是 0.5。
 
-One process alone takes 8 steps per epoch. What you see: two processes take 4, with 192 images
-each. check.py starts the program with two and with three processes.""",
+单进程训练时，一个 epoch 有 8 步。现象：两个进程时只有 4 步，每步 192 张图像。
+check.py 会分别用两个和三个进程启动程序。""",
         hint="""\
-batch_size of a DataLoader counts the images of one process. What belongs to a batch of 96?""",
-        page=("concepts.md", "Is the batch size per GPU, and must the learning rate scale?"),
+DataLoader 的 batch_size 是一个进程的图像数。全局 batch 为 96 张图像时，
+batch_size 和学习率各应是多少？""",
+        page=("concepts.md", "batch size 是每块 GPU 的吗？学习率要缩放吗？"),
         why="""\
-The batch size of a DataLoader is per process, so the global batch size was 96 times the number of
-processes. If the global batch size stays, the learning rate stays too.""",
+DataLoader 的 batch size 是每个进程的，所以全局 batch size 成了 96 乘以进程数。
+全局 batch size 不变，学习率也不变。""",
     ),
     9: Text(
-        title="Random flips",
+        title="随机翻转",
         task="""\
-Flip each image at random.
+随机翻转每张图像。
 
-The ranks should flip independently, and a second run should flip as the first did.
+各 rank 的翻转应该互相独立；再运行一次，翻转应该与第一次相同。
 
-Nothing fails. What you see: both ranks print the same first flips.""",
+不报错。现象：两个 rank 打印的前几个翻转一模一样。""",
         hint="""\
-Random numbers follow from the seed. The model must begin equal on all ranks; and the flips?""",
-        page=("data-loading.md", "Random augmentation"),
+随机数由随机种子决定。所有 rank 的模型一开始必须相同，翻转呢？""",
+        page=("data-loading.md", "随机增强"),
         why="""\
-All ranks had the same seed, so they drew the same random numbers. Set a seed that contains the
-rank, after the model and the data are built. The model needs the same numbers on all ranks, the
-augmentation others.""",
+所有 rank 的随机种子相同，抽到的随机数也就相同。构建模型和数据之后，
+再设置一个包含 rank 的随机种子。各 rank 的模型要用同样的随机数，数据增强要用不同的。""",
     ),
     10: Text(
-        title="Batch norm in the evaluation",
+        title="评估时的 BN",
         task="""\
-Train a model with batch norm, then evaluate it on 256 images, half of them on each rank.
+训练一个带 BN（批归一化）的模型，再在 256 张图像上评估，每个 rank 评估一半。
 
-Both ranks should evaluate the same model.
+两个 rank 评估的应该是同一个模型。
 
-Nothing fails. What you see: the ranks print different running means.""",
+不报错。现象：各 rank 打印的 running mean（滑动均值）不同。""",
         hint="""\
-Gradients are averaged. Batch norm also has running statistics, from the images of its rank.""",
-        page=("syncbn.md", "Running statistics and the evaluation"),
+梯度会求平均。但 BN 还有滑动均值和方差，来自各 rank 自己的图像。""",
+        page=("syncbn.md", "滑动统计量和评估"),
         why="""\
-DDP copies the running statistics of rank 0 to all ranks before each forward pass, so the last
-training step leaves different ones. Copy them once more before the evaluation.""",
+DDP 在每次前向传播之前，把 rank 0 的滑动均值和方差复制到所有 rank。
+所以最后一个训练步之后，各 rank 的值又不同了。评估之前，再复制一次。""",
     ),
     11: Text(
-        title="One checkpoint file",
+        title="只写一个检查点文件",
         task="""\
-Save the weights once, in one file, so that a program without DDP can load them on every rank.
+只保存一次权重，只写一个文件，让不用 DDP 的程序在每个 rank 上都能加载。
 
-What you see: loading fails, because keys are missing. And once that is mended, look who writes.""",
+现象：加载失败，因为缺少一些 key。改好以后，再看看是谁在写文件。""",
         hint="""\
-Print the keys of ddp.state_dict(). Then: which rank writes, and how do the others know when?""",
+先打印 ddp.state_dict() 的 key。再想一想：由哪个 rank 写？其他 rank 怎么知道已经写完？""",
         page=(
             "elastic.md",
-            "Who saves, what goes into a checkpoint, and what happens after a failure?",
+            "谁来保存，检查点里有什么，失败后会发生什么？",
         ),
         why="""\
-The state of a DDP object has keys that begin with "module.": save the model inside. One rank
-writes; if several write one file, it may be damaged. A barrier lets the others read only what is
-complete.""",
+DDP 对象的 state_dict 的 key 以 "module." 开头：要保存里面的 model。由一个 rank 写；
+多个 rank 写同一个文件，文件可能损坏。有了 barrier，其他 rank 只会读到完整的文件。""",
     ),
     12: Text(
-        title="Different numbers of batches",
+        title="batch 数不同",
         task="""\
-Train for an epoch.
+训练一个 epoch。
 
-Rank 0 reads 90 images, rank 1 reads 60 others, in batches of 16. The program should end; some
-images may be left out.
+rank 0 读取 90 张图像，rank 1 读取另外 60 张，每个 batch 16 张。程序应该能结束；
+可以舍弃一些图像。
 
-What you see: both ranks print four lines, rank 0 of six, and nothing ends.""",
+现象：两个 rank 都打印了四行，rank 0 本该打印六行，程序一直不结束。""",
         hint="""\
-In each training step, the ranks average their gradients. How many steps does each rank take?""",
-        page=("data-loading.md", "Uneven shares"),
+每个训练步，各 rank 都要对梯度求平均。每个 rank 训练多少步？""",
+        page=("data-loading.md", "图像不能均分时"),
         why="""\
-Rank 0 had six batches, rank 1 four. In the fifth step, rank 0 waited for gradients of a rank that
-had left the loop. All ranks must take the same number of steps: agree on the smallest.""",
+rank 0 有六个 batch，rank 1 有四个。到了第五步，rank 0 等待 rank 1 的梯度，
+而 rank 1 已经退出循环。所有 rank 的训练步数必须相同：商定步数，取最小的。""",
     ),
     13: Text(
-        title="Gradient accumulation",
+        title="梯度累积",
         task="""\
-Accumulate the gradients of four batches for each training step.
+每个训练步累积四个 batch 的梯度。
 
-The ranks should exchange gradients once per training step.
+每个训练步，各 rank 应该只交换一次梯度。
 
-The result is right. What check.py sees: four messages per training step.""",
+结果是对的。check.py 查出的问题：每个训练步有四条消息。""",
         hint="""\
-Only the last of the four backward passes needs the other rank. DDP has a context manager for the
-others.""",
-        page=("performance.md", "What makes a step faster"),
+四次反向传播中，只有最后一次需要另一个 rank。
+对于其余几次，DDP 提供了一个上下文管理器（context manager）。""",
+        page=("performance.md", "怎样让训练步更快"),
         why="""\
-DDP averages gradients in every backward pass. Inside ddp.no_sync() it only adds them up. The
-forward pass must be inside too.""",
+DDP 在每次反向传播中都对梯度求平均。在 ddp.no_sync() 里，DDP 只累加梯度。
+前向传播也必须放在里面。""",
     ),
     14: Text(
-        title="Gradient clipping",
+        title="梯度裁剪",
         task="""\
-Average the gradients by hand, clip their norm to 0.1, and train.
+自己写代码对梯度求平均，把梯度的范数裁剪到 0.1，再训练。
 
-Two ranks should train as one process does with the images of both.
+两个 rank 训练的结果，应该与单进程用这两份图像训练的结果相同。
 
-Nothing fails. What you see: the ranks print different norms.""",
+不报错。现象：各 rank 打印的范数不同。""",
         hint="""\
-One process clips the gradient of the whole batch. When does a rank know this gradient?""",
-        page=("07_fsdp.md", "The loop"),
+单进程裁剪的是整个 batch 的梯度。一个 rank 什么时候才知道这个梯度？""",
+        page=("07_fsdp.md", "训练循环"),
         why="""\
-Each rank clipped the gradient of its own images, and then they averaged what was left. The mean of
-clipped gradients is not the clipped mean. First average, then clip.""",
+每个 rank 先裁剪自己那份图像的梯度，然后才对裁剪后的梯度求平均。先裁剪再求平均，
+与先求平均再裁剪，结果不同。应该先求平均，再裁剪。""",
     ),
     15: Text(
-        title="Dropout",
+        title="dropout",
         task="""\
-Train with dropout for two epochs.
+用 dropout 训练两个 epoch。
 
-Each rank should drop other activations, each epoch too, and a second run should drop the same as
-the first.
+各个 rank、各个 epoch 丢弃的激活值都应该不同；再运行一次，丢弃的应该与第一次相同。
 
-Nothing fails. What check.py sees: in each training step, all ranks drop the same activations.""",
+不报错。check.py 查出的问题：在每个训练步，所有 rank 丢弃的激活值都相同。""",
         hint="""\
-The seed follows from the epoch, so that it can be set again after a restart. What is missing?""",
-        page=("data-loading.md", "Random augmentation"),
+随机种子由 epoch 得出，这样重启之后可以再次设置。还缺什么？""",
+        page=("data-loading.md", "随机增强"),
         why="""\
-torch.manual_seed(epoch) set the same seed on all ranks. A seed made of epoch and rank can be set
-again as well, if no two pairs give the same number: 1000 * epoch + rank, not epoch + rank.""",
+torch.manual_seed(epoch) 让所有 rank 的随机种子相同。由 epoch 和 rank 得出的随机种子，
+同样可以再次设置，只要任意两组 epoch 和 rank 得出的数都不同：
+用 1000 * epoch + rank，不要用 epoch + rank。""",
     ),
     16: Text(
-        title="Resuming an epoch",
+        title="从 epoch 中途恢复",
         task="""\
-Train for an epoch of 8 steps.
+训练一个 epoch，共 8 步。
 
-The job is killed after step 3 and continues from its checkpoint. In the epoch, each image should
-be read once for a training step.
+作业在第 3 步之后被杀死，再从检查点继续。在这个 epoch 中，每张图像应该恰好用于一个训练步。
 
-Nothing fails. What check.py sees: some images are trained twice, others never.""",
+不报错。check.py 查出的问题：有些图像用了两次，有些从未用到。""",
         hint="""\
-After the restart, model and step are those of the checkpoint. Where does the DataLoader begin?""",
+重启之后，model 和 step 来自检查点。DataLoader 从哪里开始读？""",
         page=(
             "elastic.md",
-            "Who saves, what goes into a checkpoint, and what happens after a failure?",
+            "谁来保存，检查点里有什么，失败后会发生什么？",
         ),
         why="""\
-The second part of the training began with the first image of the epoch. The position in the epoch
-belongs to the state: skip as many batches as there were steps.""",
+重启之后，训练又从这个 epoch 的第一张图像开始。epoch 中的位置也是状态的一部分：
+已经训练了多少步，就跳过多少个 batch。""",
     ),
     17: Text(
-        title="Stopping on a signal",
+        title="收到信号后停止",
         task="""\
-Stop cleanly when the cluster sends a signal to one process.
+集群向其中一个进程发送信号时，让训练正常停止。
 
-All ranks should stop after the same step, soon after the signal.
+所有 rank 应该在同一步之后停止，而且在收到信号后尽快停止。
 
-What you see: rank 1 stops after step 5, rank 0 does not, and nothing ends.""",
+现象：rank 1 在第 5 步之后停止，rank 0 没有停，程序一直不结束。""",
         hint="""\
-Only one rank knows of the signal. How do all learn of it, before any of them leaves the loop?""",
-        page=("elastic.md", "How all ranks stop at the same step"),
+只有一个 rank 知道有信号。怎样在任何 rank 退出循环之前，让所有 rank 都知道？""",
+        page=("elastic.md", "所有 rank 如何停在同一个训练步"),
         why="""\
-A rank left the loop alone, and the other one waited for its gradients. Ranks must decide together:
-all_reduce with MAX says whether anyone has a signal. It costs one small message per step.""",
+一个 rank 独自退出循环，另一个就一直等它的梯度。各 rank 必须一起决定：
+用 MAX 做一次 all_reduce，就知道有没有 rank 收到信号。代价是每步多一条很小的消息。""",
     ),
     18: Text(
-        title="A damaged image",
+        title="损坏的图像",
         task="""\
-Train on images of which one is damaged.
+用一批图像训练，其中有一张已经损坏。
 
-The ranks must not wait for each other forever: either all of them end, and at least one says why
-with an error, or all of them train on, with equal weights.
+各 rank 不能一直互相等待：要么全部结束，而且至少有一个 rank 报错说明原因；
+要么全部继续训练，而且权重相同。
 
-What you see: rank 1 skips a batch, rank 0 does not, and nothing ends.""",
+现象：rank 1 跳过一个 batch，rank 0 没有跳过，程序一直不结束。""",
         hint="""\
-What the except clause skips has a collective in it. Who waits in the collective?""",
-        page=("hangs.md", "Seven hangs"),
+出现异常时，跳过的代码里有集合通信操作。谁在这个操作里等待？""",
+        page=("hangs.md", "七种卡住"),
         why="""\
-One rank skipped a training step that the other took, and so was one collective behind until the
-end. Let the error end the program: torchrun stops the other ranks. Or let all ranks skip it.""",
+一个 rank 跳过了一个训练步，另一个没有跳过。所以直到最后，前者的集合通信操作总是少一次。
+让程序因错误而结束：torchrun 会停止其他 rank。或者让所有 rank 都跳过这一步。""",
     ),
     19: Text(
-        title="DDP by hand 1: average the gradients",
+        title="手写 DDP 1：对梯度求平均",
         task="""\
-Write what DistributedDataParallel does, in the simplest way.
+用最简单的方法，实现 DistributedDataParallel 的功能。
 
-All ranks should begin with the weights of rank 0, and after the backward pass each gradient should
-be the mean over all ranks. The weights should then be those of torch's DDP, bit for bit.
+所有 rank 都应该从 rank 0 的权重开始；反向传播之后，每个梯度都应该是所有 rank 的平均值。
+这样，权重应该与 torch 的 DDP 逐位相同。
 
-What you see: the ranks begin with different weights, and each trains a model of its own.""",
+现象：各 rank 的初始权重不同，而且各训各的模型。""",
         hint="""\
-torch.distributed has a collective that copies a tensor from one rank to all, and one that sums a
-tensor over all ranks. Both change the tensor in place.""",
-        page=("concepts.md", "Are gradients summed or averaged?"),
+torch.distributed 有一个集合通信操作，把张量从一个 rank 复制到所有 rank；
+还有一个，把张量在所有 rank 上求和。两者都就地修改张量。""",
+        page=("concepts.md", "梯度是求和还是求平均？"),
         why="""\
-One broadcast per parameter at the beginning, and one all_reduce per gradient and training step. A
-gradient is divided before it is summed, as torch does.""",
+开始时，每个参数做一次 broadcast；每个训练步，每个梯度做一次 all_reduce。
+与 torch 一样，梯度先除以 world size，再求和。""",
     ),
     20: Text(
-        title="DDP by hand 2: while the backward pass runs",
+        title="手写 DDP 2：与反向传播同时进行",
         task="""\
-Send each gradient as soon as it is complete, while the backward pass computes the next ones.
+每个梯度一就绪就发送，同时反向传播继续计算后面的梯度。
 
-A hook on each parameter should start an all_reduce that does not wait (async_op=True).
-finish_gradients() should wait for all of them. The weights should be those of torch's DDP.
+每个参数的 hook 应该启动一次不等待的 all_reduce（async_op=True）。
+finish_gradients() 应该等待所有 all_reduce 完成。权重应该与 torch 的 DDP 相同。
 
-What you see: the ranks begin equal, but each trains a model of its own.""",
+现象：各 rank 的初始权重相同，但各训各的模型。""",
         hint="""\
-parameter.register_post_accumulate_grad_hook(function) calls function(parameter) when its gradient
-is complete. dist.all_reduce(..., async_op=True) returns a work, which has wait().""",
-        page=("concepts.md", "How DDP hides the all-reduce behind the backward pass"),
+parameter.register_post_accumulate_grad_hook(function) 在参数的梯度就绪时调用 function(parameter)。
+dist.all_reduce(..., async_op=True) 返回一个 work，调用 wait() 等它完成。""",
+        page=("concepts.md", "DDP 如何用反向传播掩盖 all-reduce"),
         why="""\
-A hook starts the all_reduce of its gradient and keeps the work. Before the optimizer uses the
-gradients, finish_gradients() waits for all works.""",
+hook 启动这个梯度的 all_reduce，并保存返回的 work。优化器使用梯度之前，
+finish_gradients() 等待所有 work 完成。""",
     ),
     21: Text(
-        title="DDP by hand 3: in buckets",
+        title="手写 DDP 3：使用 bucket",
         task="""\
-Send gradients in buckets of about 40 kB, while the backward pass runs.
+把梯度打包成约 40 kB 的 bucket（梯度桶），在反向传播期间发送。
 
-A message has a fixed cost, so many small messages are slow. The model has 16 parameters; expect
-three or four messages per training step. The weights should be those of torch's DDP.
+每条消息都有固定的开销，所以大量的小消息很慢。模型有 16 个参数张量，
+每个训练步应该有三到四条消息。权重应该与 torch 的 DDP 相同。
 
-What you see: the ranks begin equal, but each trains a model of its own.""",
+现象：各 rank 的初始权重相同，但各训各的模型。""",
         hint="""\
-The backward pass completes the gradients of the last layers first: fill buckets from the end. When
-all gradients of a bucket are complete, send torch.cat of them; afterwards copy the parts back.""",
-        page=("concepts.md", "How DDP hides the all-reduce behind the backward pass"),
+反向传播时，最后几层的梯度最先就绪：从后往前装 bucket。一个 bucket 的梯度全部就绪后，
+用 torch.cat 拼成一个张量发送，之后再把各部分复制回去。""",
+        page=("concepts.md", "DDP 如何用反向传播掩盖 all-reduce"),
         why="""\
-The parameters are put in buckets from the last to the first. A hook counts the complete gradients
-of its bucket; the last one sends them as one flat tensor. finish_gradients() copies them back.""",
+参数从后往前装入 bucket。hook 数出自己的 bucket 里有几个梯度已经就绪；最后一个就绪时，
+hook 把整个 bucket 展平成一个张量发送。finish_gradients() 把结果复制回去。""",
     ),
     22: Text(
-        title="A sharded optimizer: ZeRO stage 1",
+        title="分片的优化器：ZeRO 阶段 1",
         task="""\
-Divide the state of the optimizer: each rank keeps the momentum of about half of the weights.
+切分优化器状态：每个 rank 只保存约一半权重的动量。
 
-A rank should update only its own parameters, and get the others from the rank that updated them.
-The weights should be those of an ordinary SGD with momentum, bit for bit. Gradients are averaged
-by DDP as usual.
+每个 rank 应该只更新自己的参数，再从更新了其余参数的 rank 得到其余参数。
+权重应该与普通的带动量的 SGD 逐位相同。梯度照常由 DDP 求平均。
 
-What you see: the program is right, but every rank keeps all of the momentum.""",
+现象：程序是对的，但每个 rank 都保存了全部动量。""",
         hint="""\
-Give torch's SGD only the parameters of this rank, for example the first half of them. After its
-step, the rank that updated a parameter broadcasts it.""",
-        page=("concepts.md", "What can be cut up"),
+只把这个 rank 的参数交给 torch 的 SGD，例如前一半。SGD 更新之后，
+每个参数由更新它的 rank 广播。""",
+        page=("concepts.md", "哪些东西可以切分"),
         why="""\
-Each rank has an SGD for about half of the parameters, and so half of the momentum. After the step,
-each parameter is broadcast by the rank that updated it. Every second parameter would not do: then
-one rank has all matrices, the other all biases.""",
+每个 rank 的 SGD 只有约一半的参数，所以也只有一半的动量。更新之后，
+每个参数由更新它的 rank 广播。隔一个取一个参数是不行的：
+那样一个 rank 得到所有矩阵，另一个得到所有偏置（bias）。""",
     ),
 }

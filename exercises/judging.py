@@ -132,7 +132,7 @@ def refuse_what_did_not_end(result, ranks, program, may_fail):
     if result == "hangs":
         refuse(
             f"The ranks wait for each other forever: {places}.",
-            f"各 rank 互相等待，永远不会结束：{places}。",
+            f"各 rank 一直在互相等待：{places}。",
         )
     if result == "limit":
         refuse(
@@ -156,14 +156,14 @@ def where(rank, source):
     text = source[rank.line - 1].strip() if rank.line else ""
     line = say(f"line {rank.line}, `{text}`", f"第 {rank.line} 行 `{text}`")
     if rank.waits:
-        return say(f"rank {rank.rank} waits in {line}", f"rank {rank.rank} 停在{line}")
+        return say(f"rank {rank.rank} waits in {line}", f"rank {rank.rank} 在{line} 等待")
     if rank.error:
         kind, message = rank.error
         message = message.strip().splitlines()[0][:200] if message.strip() else ""
         error = f"{kind}: {message}" if message else kind
         return say(f"rank {rank.rank}, {line}: {error}", f"rank {rank.rank}，{line}：{error}")
     if rank.exit_code is None:
-        return say(f"rank {rank.rank} was killed", f"rank {rank.rank} 被杀掉")
+        return say(f"rank {rank.rank} was killed", f"rank {rank.rank} 已被杀死")
     return say(
         f"rank {rank.rank} has ended with exit code {rank.exit_code}",
         f"rank {rank.rank} 已结束，退出码 {rank.exit_code}",
@@ -228,7 +228,7 @@ def variable(rank, name):
     except Exception:
         return refuse(
             f"I expected a variable `{name}` at the end of the program: please keep the name.",
-            f"程序结束时应该有变量 `{name}`：请保留这个名字。",
+            f"程序结束时应该有变量 `{name}`：请保留这个变量名。",
         )
 
 
@@ -306,13 +306,13 @@ def refuse_other_training(ranks, max_norm=None):
     if any(not steps(rank) for rank in ranks):
         refuse(
             "I see no training step: expected a call of `optimizer.step()`.",
-            "看不到训练步：应该调用 `optimizer.step()`。",
+            "没有看到训练步：程序应该调用 `optimizer.step()`。",
         )
     if k := first_difference(ranks):
         refuse(
             f"After training step {k}, the weights of the ranks differ: each rank trains a model of"
             " its own.",
-            f"第 {k} 个训练步之后，各 rank 的权重不同：每个 rank 在训练自己的模型。",
+            f"第 {k} 个训练步之后，各 rank 的权重不同：每个 rank 各训各的模型。",
         )
     counts = {len(steps(rank)) for rank in ranks}
     if len(counts) > 1:
@@ -342,16 +342,16 @@ def refuse_other_weights(ranks, torch_ranks):
         refuse(
             f"The program took {len(steps(ranks[0]))} training steps, torch's DDP took"
             f" {len(steps(torch_ranks[0]))}.",
-            f"程序走了 {len(steps(ranks[0]))} 步，"
-            f"torch 的 DDP 走了 {len(steps(torch_ranks[0]))} 步。",
+            f"程序训练了 {len(steps(ranks[0]))} 步，"
+            f"torch 的 DDP 训练了 {len(steps(torch_ranks[0]))} 步。",
         )
     if k := first_difference([ranks[0], torch_ranks[0]]):
         size = distance(steps(ranks[0])[k - 1].weights, steps(torch_ranks[0])[k - 1].weights)
         refuse(
             f"The ranks have equal weights, but after training step {k} they are not those of"
             f" torch's DDP: the largest difference is {size:.2g}.",
-            f"各 rank 的权重相同，但第 {k} 个训练步之后与 torch 的 DDP 不同："
-            f"最大差值为 {size:.2g}。",
+            f"各 rank 的权重相同，但第 {k} 个训练步之后，与 torch 的 DDP 不同："
+            f"最大相差 {size:.2g}。",
         )
 
 
@@ -368,8 +368,8 @@ def refuse_late_messages(rank):
         refuse(
             "The backward pass waits in each all_reduce: start it with async_op=True, and wait in"
             " finish_gradients().",
-            "反向传播在每次 all_reduce 中等待：请用 async_op=True 启动，"
-            "在 finish_gradients() 中等待。",
+            "反向传播要等每次 all_reduce 完成：请用 async_op=True 启动，"
+            "再在 finish_gradients() 中等待。",
         )
 
 
@@ -380,7 +380,7 @@ def sent_per_step(rank):
     size = sum(message.size for message in sent) / count
     return say(
         f"{len(sent) / count:g} with {size:,.0f} bytes",
-        f"{len(sent) / count:g} 条，{size:,.0f} 字节",
+        f"{len(sent) / count:g} 条，共 {size:,.0f} 字节",
     )
 
 
@@ -389,7 +389,7 @@ def refuse_repeated_run(ranks, again):
     if not same(steps(ranks[0])[-1].weights, steps(again[0])[-1].weights):
         refuse(
             "Two runs of the program end with different weights: their random numbers differ.",
-            "程序运行两次，得到的权重不同：随机数不一样。",
+            "程序运行两次，最后的权重不同：两次的随机数不一样。",
         )
 
 

@@ -28,28 +28,28 @@ def refuse_repeated_images(ranks, count):
     if all(len(part) == count for part in parts):
         refuse(
             f"Each rank trained on all {count} images, so each image was trained on every rank.",
-            f"每个 rank 都训练了全部 {count} 张图像，同一张图像在每个 rank 上各训练了一次。",
+            f"每个 rank 都用全部 {count} 张图像训练，所以每张图像在每个 rank 上都训练了一次。",
         )
     if parts[0] == parts[1]:
         share = len(parts[0]) / count
         refuse(
             f"Both ranks trained on the same images, {listed(parts[0])}: together they saw"
             f" {share:.0%} of the training set.",
-            f"两个 rank 训练的图像相同（{listed(parts[0])}）：合起来只用了训练集的 {share:.0%}。",
+            f"两个 rank 用的图像相同（{listed(parts[0])}）：合起来只用了训练集的 {share:.0%}。",
         )
     if both := parts[0] & parts[1]:
         refuse(
             f"{len(both)} images were trained on both ranks, for example image {min(both)}.",
-            f"有 {len(both)} 张图像在两个 rank 上都训练了，例如图像 {min(both)}。",
+            f"有 {len(both)} 张图像，两个 rank 都用了，例如图像 {min(both)}。",
         )
     if missing := set(range(count)) - set(numbers):
         refuse(
             f"{len(missing)} of {count} images were never trained, for example image"
             f" {min(missing)}.",
-            f"{count} 张图像中有 {len(missing)} 张没有训练，例如图像 {min(missing)}。",
+            f"{count} 张图像中，有 {len(missing)} 张从未用到，例如图像 {min(missing)}。",
         )
     if len(numbers) > count:
         refuse(
             f"{len(numbers) - count} images were trained more than once.",
-            f"有 {len(numbers) - count} 张图像训练了不止一次。",
+            f"有 {len(numbers) - count} 张图像用了不止一次。",
         )

@@ -22,8 +22,8 @@ def check(ranks):
             refuse(
                 f"In epoch {k}, {missing} images were read by no rank, and {twice} more than once:"
                 " the ranks do not shuffle alike.",
-                f"在第 {k} 个 epoch 中，有 {missing} 张图像没有被读取，{twice} 张读了不止一次："
-                "各 rank 的打乱方式不一致。",
+                f"在 epoch {k} 中，有 {missing} 张图像没有 rank 读取，{twice} 张读取了不止一次："
+                "各 rank 打乱的顺序不一致。",
             )
     for a in range(EPOCHS):
         for b in range(a):
@@ -32,17 +32,17 @@ def check(ranks):
                 refuse(
                     f"Epochs {b} and {a} have the same images in the same order on rank 0,"
                     f" beginning with {first[:3]}.",
-                    f"rank 0 在第 {b} 和第 {a} 个 epoch 中读取的图像和顺序完全相同，"
-                    f"开头是 {first[:3]}。",
+                    f"rank 0 在 epoch {b} 和 epoch {a} 中读取的图像相同，顺序也相同，"
+                    f"开头都是 {first[:3]}。",
                 )
             if sorted(first) == sorted(second):
                 refuse(
                     f"Epochs {b} and {a} have other orders, but rank 0 reads the same half of the"
                     " images in both.",
-                    f"第 {b} 和第 {a} 个 epoch 的顺序不同，但 rank 0 读取的还是同一半图像。",
+                    f"epoch {b} 和 epoch {a} 的顺序不同，但 rank 0 读取的是同一半图像。",
                 )
     refuse_other_training(ranks)
     return say(
         "each epoch has an order of its own, and both ranks use it.",
-        "每个 epoch 都有自己的顺序，两个 rank 一致。",
+        "每个 epoch 的顺序各不相同，而且两个 rank 的顺序一致。",
     )

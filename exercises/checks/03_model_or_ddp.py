@@ -9,5 +9,5 @@ def check(ranks):
     return say(
         f"after each of {count} training steps, the ranks had the same weights as one process that"
         " trains on the images of both.",
-        f"{count} 个训练步中，每一步之后各 rank 的权重都与单进程用两个 rank 的图像训练的结果相同。",
+        f"共 {count} 个训练步，每步之后，两个 rank 的权重都与单进程用这两份图像训练的结果相同。",
     )

@@ -13,7 +13,7 @@ def check(*runs):
         refuse_bad_choice(setup.local_ranks, [variable(rank, "device") for rank in ranks])
     return say(
         "on two machines with two GPUs, and on one with three, each process has its own GPU.",
-        "两台机器各两块 GPU，或一台机器三块 GPU，每个进程都有自己的 GPU。",
+        "无论是两台机器各两块 GPU，还是一台机器三块 GPU，每个进程都有自己的 GPU。",
     )
 
 
@@ -26,18 +26,18 @@ def refuse_bad_choice(local_ranks, devices):
         if device.type != "cuda" or device.index is None:
             refuse(
                 f"Rank {rank} chose {device}; I expected a GPU with its number, such as cuda:0.",
-                f"rank {rank} 选择了 {device}；应该是带编号的 GPU，例如 cuda:0。",
+                f"rank {rank} 选择了 {device}；应该选择带编号的 GPU，例如 cuda:0。",
             )
         if device.index >= gpus:
             refuse(
                 f"Rank {rank} chose {device}, but its machine has {gpus} GPUs, numbered from 0.",
-                f"rank {rank} 选择了 {device}，但它的机器只有 {gpus} 块 GPU，编号从 0 开始。",
+                f"rank {rank} 选择了 {device}，但所在的机器只有 {gpus} 块 GPU，编号从 0 开始。",
             )
         other = used.setdefault((machine, device.index), rank)
         if other != rank:
             refuse(
                 f"With {gpus} processes on a machine, ranks {other} and {rank} share {device} of"
                 " one machine.",
-                f"每台机器 {gpus} 个进程时，rank {other} 和 rank {rank} 共用同一台机器的"
+                f"每台机器有 {gpus} 个进程时，rank {other} 和 rank {rank} 共用同一台机器上的"
                 f" {device}。",
             )

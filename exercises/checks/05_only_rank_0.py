@@ -16,7 +16,7 @@ def check(ranks):
     if printed[1]:
         refuse(
             "Rank 1 printed the result too: only rank 0 should print.",
-            "rank 1 也打印了结果：只应由 rank 0 打印。",
+            "rank 1 也打印了结果：应该只由 rank 0 打印。",
         )
     number = int(printed[0][-1])
     if number != truth:
@@ -25,11 +25,11 @@ def check(ranks):
         )
         refuse(
             f"Rank 0 printed {number} correct answers{own}; both ranks together have {truth}.",
-            f"rank 0 打印了 {number} 个正确答案{own}；两个 rank 合计为 {truth}。",
+            f"rank 0 打印的正确数是 {number}{own}；两个 rank 合计为 {truth}。",
         )
     return say(
         f"rank 0 printed {truth}, the correct answers of both ranks.",
-        f"rank 0 打印了 {truth}，即两个 rank 的正确答案总数。",
+        f"rank 0 打印了 {truth}，即两个 rank 合计的正确数。",
     )
 
 

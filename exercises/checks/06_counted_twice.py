@@ -15,27 +15,27 @@ def check(ranks):
     if all(len(set(evaluated(rank))) == IMAGES for rank in ranks):
         refuse(
             f"Each rank evaluated all {IMAGES} images: they should share the work.",
-            f"每个 rank 都评估了全部 {IMAGES} 张图像：应该分工。",
+            f"每个 rank 都评估了全部 {IMAGES} 张图像：各 rank 应该分工。",
         )
     counts = Counter(number for rank in ranks for number in evaluated(rank))
     if missing := IMAGES - len(counts):
         refuse(
             f"{missing} of {IMAGES} images were not evaluated.",
-            f"{IMAGES} 张图像中有 {missing} 张没有评估。",
+            f"{IMAGES} 张图像中，有 {missing} 张没有评估。",
         )
     if total != IMAGES:
         number, times = counts.most_common(1)[0]
         refuse(
             f"The program counted {total} answers for {IMAGES} images: image {number} was"
             f" evaluated {times} times.",
-            f"程序对 {IMAGES} 张图像数出 {total} 个答案：图像 {number} 评估了 {times} 次。",
+            f"程序对 {IMAGES} 张图像统计了 {total} 个预测结果：图像 {number} 评估了 {times} 次。",
         )
     if correct != truth:
         refuse(
             f"The program counted {correct} correct answers, but {truth} of {IMAGES} are correct.",
-            f"程序数出 {correct} 个正确答案，实际 {IMAGES} 个中有 {truth} 个正确。",
+            f"程序统计的正确数是 {correct}，实际上 {IMAGES} 个中有 {truth} 个正确。",
         )
     return say(
         f"each of {IMAGES} images counts once, and {truth} answers are correct.",
-        f"{IMAGES} 张图像各计一次，{truth} 个答案正确。",
+        f"{IMAGES} 张图像各计入一次，其中 {truth} 张预测正确。",
     )

@@ -18,18 +18,18 @@ def check(ranks):
     if sizes == [100, 100]:
         refuse(
             "Each rank evaluated all 100 images: they should share the work.",
-            "每个 rank 都评估了全部 100 张图像：应该分工。",
+            "每个 rank 都评估了全部 100 张图像：各 rank 应该分工。",
         )
     if abs(found - truth) > 2e-5:
         of_ranks = float(losses[:70].mean() + losses[70:].mean()) / 2
-        why = say("batches and ranks have different sizes", "各 batch、各 rank 的大小不同")
+        why = say("batches and ranks have different sizes", "各 batch、各 rank 的图像数不同")
         if abs(found - of_ranks) < 2e-5:
             why = say("rank 0 has 70 images, rank 1 has 30", "rank 0 有 70 张图像，rank 1 有 30 张")
         refuse(
             f"The program found a mean loss of {found:.4f}, but the mean of the 100 images is"
             f" {truth:.4f}: {why}.",
-            f"程序得到的平均 loss 为 {found:.4f}，而 100 张图像的平均值为 {truth:.4f}：{why}。",
+            f"程序得到的平均损失为 {found:.4f}，而 100 张图像的平均损失为 {truth:.4f}：{why}。",
         )
     return say(
-        f"{found:.4f} is the mean loss of 100 images.", f"{found:.4f} 就是 100 张图像的平均 loss。"
+        f"{found:.4f} is the mean loss of 100 images.", f"{found:.4f} 是 100 张图像的平均损失。"
     )

@@ -17,7 +17,7 @@ def check(*runs):
             size = max(sizes - {BATCH_SIZE})
             refuse(
                 f"With {n} processes, a training step had {size} images instead of {BATCH_SIZE}.",
-                f"{n} 个进程时，一个训练步有 {size} 张图像，而不是 {BATCH_SIZE} 张。",
+                f"{n} 个进程时，一个训练步用了 {size} 张图像，而不是 {BATCH_SIZE} 张。",
             )
         lr = steps(ranks[0])[-1].lr
         if abs(lr - LR) > 1e-6:
@@ -25,9 +25,9 @@ def check(*runs):
                 f"With {n} processes, the learning rate was {lr:g} instead of {LR}: the global"
                 " batch size is that of one process, so the learning rate is too.",
                 f"{n} 个进程时，学习率为 {lr:g}，而不是 {LR}："
-                "全局 batch size 没有变，学习率也不应变。",
+                "全局 batch size 与单进程时相同，学习率也应该相同。",
             )
     return say(
         f"two and three processes train with {BATCH_SIZE} images per step and learning rate {LR}.",
-        f"两个和三个进程每步都用 {BATCH_SIZE} 张图像，学习率 {LR}。",
+        f"无论是两个还是三个进程，每步都用 {BATCH_SIZE} 张图像，学习率都是 {LR}。",
     )

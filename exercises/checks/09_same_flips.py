@@ -13,24 +13,24 @@ def check(ranks, again):
     if len(a) != 128 or len(b) != 128:
         refuse(
             f"I expected flips for 128 images on each rank, and see {len(a)} and {len(b)}.",
-            f"每个 rank 应该有 128 张图像的翻转，实际为 {len(a)} 和 {len(b)}。",
+            f"每个 rank 应该有 128 张图像的翻转，实际为 {len(a)} 张和 {len(b)} 张。",
         )
     if a == b:
         refuse(
             "Both ranks flipped alike: the third image of a batch is flipped on both or on none.",
-            "两个 rank 的翻转完全相同：同一位置的图像要么都翻转，要么都不翻转。",
+            "两个 rank 的翻转完全相同：例如一个 batch 的第三张图像，要么都翻转，要么都不翻转。",
         )
     for shift in range(1, 64):
         if a[shift:] == b[:-shift] or b[shift:] == a[:-shift]:
             refuse(
                 f"The ranks draw the same random numbers, one of them {shift} later.",
-                f"两个 rank 的随机数相同，只是其中一个晚了 {shift} 个。",
+                f"两个 rank 抽到的随机数相同，只是其中一个晚了 {shift} 个。",
             )
     if not all(30 < sum(flips) < 98 for flips in (a, b)):
         refuse(
             f"About a half of 128 images should be flipped on each rank; I see {sum(a)} and"
             f" {sum(b)}.",
-            f"每个 rank 的 128 张图像中应有约一半翻转，实际为 {sum(a)} 和 {sum(b)}。",
+            f"每个 rank 的 128 张图像应该翻转约一半，实际为 {sum(a)} 张和 {sum(b)} 张。",
         )
     first, second = (values(rank, "before")[0].weights for rank in ranks)
     if not same(first, second):
@@ -41,5 +41,5 @@ def check(ranks, again):
     refuse_repeated_run(ranks, again)
     return say(
         "the ranks flip independently, and a second run flips as the first did.",
-        "各 rank 独立翻转，再运行一次结果相同。",
+        "各 rank 的翻转互相独立；再运行一次，翻转与第一次相同。",
     )

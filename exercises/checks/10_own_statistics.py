@@ -11,7 +11,7 @@ def check(ranks):
     if not all(evaluated):
         refuse(
             "The evaluation used the statistics of its own batch: expected model.eval() before it.",
-            "评估使用了自身 batch 的统计量：评估前应调用 model.eval()。",
+            "评估时，BN 用的是当前 batch 的统计量：评估之前应该调用 model.eval()。",
         )
     a, b = (buffers[0] for buffers in evaluated)
     if not same([x.float() for x in a], [x.float() for x in b]):
@@ -26,9 +26,9 @@ def check(ranks):
         refuse(
             "The running statistics are as before the training: the evaluation needs those that"
             " training has collected.",
-            "running statistics 还是训练之前的值：评估需要训练中收集的统计量。",
+            "滑动均值和方差还是训练之前的值：评估要用训练中得到的值。",
         )
     return say(
         "both ranks evaluated the same weights and the same running statistics.",
-        "两个 rank 评估的权重和 running statistics 完全相同。",
+        "两个 rank 评估时，权重相同，滑动均值和方差也相同。",
     )

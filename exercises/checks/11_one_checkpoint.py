@@ -8,7 +8,7 @@ def check(ranks):
     if len(writers) > 1:
         refuse(
             "Both ranks wrote a file: one rank writes, or the file may be damaged.",
-            "两个 rank 都写了文件：应由一个 rank 写，否则文件可能损坏。",
+            "两个 rank 都写了文件：应该只由一个 rank 写，否则文件可能损坏。",
         )
     if not writers:
         refuse(
@@ -20,9 +20,9 @@ def check(ranks):
         if not same(weights_of(variable(rank, "loaded")), weights_of(variable(rank, "model"))):
             refuse(
                 f"On rank {rank.rank}, the loaded weights are not the trained ones.",
-                f"在 rank {rank.rank} 上，加载的权重不是训练好的权重。",
+                f"rank {rank.rank} 加载的权重不是训练好的权重。",
             )
     return say(
         f"rank {writers[0]} wrote the file, and both ranks loaded the trained weights.",
-        f"rank {writers[0]} 写了文件，两个 rank 都加载到训练好的权重。",
+        f"rank {writers[0]} 写了文件，两个 rank 都加载了训练好的权重。",
     )

@@ -11,7 +11,7 @@ def check(ranks):
     if count != STEPS:
         refuse(
             f"The optimizer took {count} training steps; expected {STEPS}, with four batches each.",
-            f"优化器走了 {count} 步；应该是 {STEPS} 步，每步四个 batch。",
+            f"优化器更新了 {count} 次；应该是 {STEPS} 次，每次四个 batch。",
         )
     refuse_other_training(ranks)
     sent = len(messages(ranks[0], "all_reduce"))
@@ -19,9 +19,9 @@ def check(ranks):
         refuse(
             f"{sent} messages for {STEPS} training steps: the ranks exchange gradients after every"
             " batch.",
-            f"{STEPS} 个训练步用了 {sent} 条消息：每个 batch 之后都在交换梯度。",
+            f"{STEPS} 个训练步有 {sent} 条消息：各 rank 在每个 batch 之后都交换梯度。",
         )
     return say(
         f"{sent} messages for {STEPS} training steps, and the weights are those of one process.",
-        f"{STEPS} 个训练步用了 {sent} 条消息，权重与单进程相同。",
+        f"{STEPS} 个训练步有 {sent} 条消息，权重与单进程相同。",
     )

@@ -12,10 +12,10 @@ def check(ranks):
             refuse(
                 f"In training step {k}, the optimizer got a gradient with norm {norm:.3f}, more"
                 f" than {MAX_NORM}.",
-                f"第 {k} 个训练步中，优化器得到的梯度范数为 {norm:.3f}，大于 {MAX_NORM}。",
+                f"在第 {k} 个训练步，优化器得到的梯度的范数为 {norm:.3f}，大于 {MAX_NORM}。",
             )
     refuse_other_training(ranks, max_norm=MAX_NORM)
     return say(
         "the ranks clip the mean of their gradients, as one process would.",
-        "各 rank 裁剪的是平均后的梯度，与单进程相同。",
+        "各 rank 裁剪的是平均之后的梯度，与单进程一样。",
     )

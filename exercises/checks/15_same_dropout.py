@@ -14,7 +14,7 @@ def check(ranks, again):
     if not all(masks) or any(len(of_rank) % EPOCHS for of_rank in masks):
         refuse(
             f"I expected dropout in each step of {EPOCHS} epochs.",
-            f"{EPOCHS} 个 epoch 的每一步都应该有 dropout。",
+            f"{EPOCHS} 个 epoch 的每一步都应该用到 dropout。",
         )
     steps = len(masks[0]) // EPOCHS
     for k, (a, b) in enumerate(zip(*masks, strict=True)):
@@ -22,7 +22,7 @@ def check(ranks, again):
             refuse(
                 f"In training step {k % steps} of epoch {k // steps}, both ranks drop the same"
                 " activations.",
-                f"第 {k // steps} 个 epoch 的第 {k % steps} 步，两个 rank 丢弃的激活相同。",
+                f"在 epoch {k // steps} 的第 {k % steps} 步，两个 rank 丢弃的激活值相同。",
             )
     pieces = [(r, k) for r in range(len(ranks)) for k in range(steps * EPOCHS)]
     for (r, k), (s, m) in combinations(pieces, 2):
@@ -30,8 +30,8 @@ def check(ranks, again):
             refuse(
                 f"Rank {r} in epoch {k // steps} drops the same activations as rank {s} in epoch"
                 f" {m // steps}.",
-                f"rank {r} 在第 {k // steps} 个 epoch 丢弃的激活，"
-                f"与 rank {s} 在第 {m // steps} 个 epoch 相同。",
+                f"rank {r} 在 epoch {k // steps} 中丢弃的激活值，"
+                f"与 rank {s} 在 epoch {m // steps} 中丢弃的相同。",
             )
     first, second = (values(rank, "before")[0].weights for rank in ranks)
     if not same(first, second):
@@ -39,5 +39,5 @@ def check(ranks, again):
     refuse_repeated_run(ranks, again)
     return say(
         "ranks and epochs drop different activations, and a second run drops the same.",
-        "不同 rank、不同 epoch 丢弃的激活都不同，再运行一次结果相同。",
+        "各个 rank、各个 epoch 丢弃的激活值都不同；再运行一次，丢弃的与第一次相同。",
     )

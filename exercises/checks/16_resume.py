@@ -13,7 +13,7 @@ def check(ranks):
         refuse(
             f"The epoch had {count} training steps in all; expected {STEPS}: {KILLED}, then"
             f" {STEPS - KILLED}.",
-            f"这个 epoch 总共走了 {count} 步；"
+            f"这个 epoch 总共训练了 {count} 步；"
             f"应该是 {STEPS} 步：先 {KILLED} 步，再 {STEPS - KILLED} 步。",
         )
     before, after = [], []
@@ -25,15 +25,15 @@ def check(ranks):
         refuse(
             f"{len(again)} images were trained before and after the restart, for example image"
             f" {min(again)}; {IMAGES - len(set(before + after))} images were never trained.",
-            f"有 {len(again)} 张图像在重启前后都训练了，例如图像 {min(again)}；"
-            f"{IMAGES - len(set(before + after))} 张从未训练。",
+            f"有 {len(again)} 张图像在重启前后都用了，例如图像 {min(again)}；"
+            f"{IMAGES - len(set(before + after))} 张从未用到。",
         )
     if missing := IMAGES - len(set(before + after)):
         refuse(
             f"{missing} of {IMAGES} images were never trained in this epoch.",
-            f"这个 epoch 中，{IMAGES} 张图像有 {missing} 张从未训练。",
+            f"在这个 epoch 中，{IMAGES} 张图像有 {missing} 张从未用到。",
         )
     return say(
         "the epoch continued where it was interrupted: each image was trained once.",
-        "这个 epoch 从中断处继续：每张图像训练了一次。",
+        "这个 epoch 从中断的地方继续：每张图像用了一次。",
     )

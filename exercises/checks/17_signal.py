@@ -24,7 +24,7 @@ def check(*runs):
                 f"The signal for rank {signalled} arrived in step {SIGNAL}, but the training"
                 f" continued to step {counts[0]}.",
                 f"发给 rank {signalled} 的信号在第 {SIGNAL} 步到达，"
-                f"训练却一直到第 {counts[0]} 步。",
+                f"训练却继续到第 {counts[0]} 步。",
             )
         if counts[0] < SIGNAL:
             refuse(
@@ -33,5 +33,5 @@ def check(*runs):
             )
     return say(
         f"whichever rank gets the signal, both stop after step {counts[0]}.",
-        f"不论哪个 rank 收到信号，两个 rank 都在第 {counts[0]} 步后停止。",
+        f"无论哪个 rank 收到信号，两个 rank 都在第 {counts[0]} 步后停止。",
     )

@@ -13,7 +13,7 @@ def check(ranks):
     if counts[0] != counts[1]:
         refuse(
             f"Rank 0 took {counts[0]} training steps, rank 1 took {counts[1]}.",
-            f"rank 0 走了 {counts[0]} 步，rank 1 走了 {counts[1]} 步。",
+            f"rank 0 训练了 {counts[0]} 步，rank 1 训练了 {counts[1]} 步。",
         )
     if k := first_difference(ranks):
         refuse(
@@ -29,11 +29,11 @@ def check(ranks):
         refuse(
             f"The ranks took {counts[0]} training steps; one damaged image costs at most one of"
             f" {BATCHES}.",
-            f"各 rank 只走了 {counts[0]} 步；一张损坏的图像最多影响 {BATCHES} 步中的一步。",
+            f"各 rank 只训练了 {counts[0]} 步；因一张损坏的图像，最多跳过 {BATCHES} 步中的一步。",
         )
     return say(
         f"both ranks took the same {counts[0]} training steps, and their weights are equal.",
-        f"两个 rank 走了相同的 {counts[0]} 步，权重相同。",
+        f"两个 rank 都训练了 {counts[0]} 步，权重相同。",
     )
 
 
@@ -42,7 +42,7 @@ def check_error(ranks):
     if not damaged:
         refuse(
             "The program failed, but no rank said that an image is damaged.",
-            "程序失败了，但没有一个 rank 说明图像已损坏。",
+            "程序失败了，但没有 rank 报告有图像损坏。",
         )
     if any(rank.exit_code == 0 for rank in ranks):
         refuse(
@@ -52,5 +52,5 @@ def check_error(ranks):
     rank = damaged[0].rank
     return say(
         f"rank {rank} says that an image is damaged, and no rank waits for it.",
-        f"rank {rank} 报告图像已损坏，没有 rank 继续等待。",
+        f"rank {rank} 报告有图像损坏，没有 rank 在等它。",
     )

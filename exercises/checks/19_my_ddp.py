@@ -13,7 +13,7 @@ def check(ranks, torch_ranks):
         "after every training step, the weights are those of torch's DDP, bit for bit. Messages per"
         f" step: {sent_per_step(ranks[0])}; torch: {theirs}. Broadcasts at the beginning:"
         f" {len(messages(ranks[0], 'broadcast'))}.",
-        "每一步之后，权重都与 torch 的 DDP 逐位相同。每步的消息："
+        "每个训练步之后，权重都与 torch 的 DDP 逐位相同。每步的消息："
         f"{sent_per_step(ranks[0])}；torch：{theirs}。开始时的 broadcast："
         f"{len(messages(ranks[0], 'broadcast'))} 次。",
     )

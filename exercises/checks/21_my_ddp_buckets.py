@@ -22,7 +22,7 @@ def check(ranks, torch_ranks):
     if count not in BUCKETS:
         refuse(
             f"{count:g} messages per training step; expected three or four, of about 40 kB each.",
-            f"每个训练步 {count:g} 条消息；应该是三或四条，每条约 40 kB。",
+            f"每个训练步有 {count:g} 条消息；应该是三到四条，每条约 40 kB。",
         )
     return say(
         "the buckets leave during the backward pass, and the weights are those of torch's DDP."

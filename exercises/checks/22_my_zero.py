@@ -14,7 +14,7 @@ def check(ranks, torch_ranks):
     if not same(weights[0], truth):
         refuse(
             "The ranks have equal weights, but not those of an ordinary SGD with momentum.",
-            "各 rank 的权重相同，但与普通的带动量 SGD 不同。",
+            "各 rank 的权重相同，但与普通的带动量的 SGD 不同。",
         )
     whole = steps(torch_ranks[0])[-1].state_bytes
     parts = [steps(rank)[-1].state_bytes if steps(rank) else 0 for rank in ranks]
@@ -22,11 +22,11 @@ def check(ranks, torch_ranks):
         if part > 0.65 * whole:
             refuse(
                 f"Rank {rank} keeps {part:,} bytes of momentum, of {whole:,}: expected about half.",
-                f"rank {rank} 保存了 {part:,} 字节的动量，总共 {whole:,} 字节：应该约为一半。",
+                f"动量共 {whole:,} 字节，rank {rank} 保存了 {part:,} 字节：应该只保存约一半。",
             )
     return say(
         f"the ranks keep {parts[0]:,} and {parts[1]:,} bytes of momentum instead of {whole:,}, and"
         " the weights are those of an ordinary SGD, bit for bit.",
         f"两个 rank 分别保存 {parts[0]:,} 和 {parts[1]:,} 字节的动量，"
-        f"而不是 {whole:,}，权重与普通 SGD 逐位相同。",
+        f"而不是 {whole:,} 字节；权重与普通的 SGD 逐位相同。",
     )

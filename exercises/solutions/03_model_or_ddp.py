@@ -2,7 +2,7 @@
 
 The ranks should have the same weights after every training step.
 
-Nothing fails, and the loss falls. What you see: the ranks print different sums of weights.
+Nothing fails, and the loss falls. What you see: the ranks print different first weights.
 """
 
 import torch
@@ -28,6 +28,6 @@ for batch, labels in loader:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-print(f"the sum of all weights is {model.weight.sum().item():.6f}")
+print(f"the first weight is {model.weight[0, 0].item():.6f}")
 
 dist.destroy_process_group()
