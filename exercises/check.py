@@ -125,9 +125,16 @@ class Reader:
         if len(passed) == len(self.texts):
             print(self.say("\nYou have passed all exercises.", "\n所有练习都已通过。"))
             return
-        print(self.say("\n* passed. Next:\n", "\n* 表示已通过。下一个练习：\n"))
+        print()
+        if passed:
+            print(self.say("Those with * are passed. Next:\n", "带 * 的已通过。下一个：\n"))
         self.print_task(number)
-        print(f"\n    {COMMAND} {number}")
+        print(
+            self.say(
+                f"\nMend the program in your file, and check it: {COMMAND} {number}",
+                f"\n修改文件中的程序，然后检查：{COMMAND} {number}",
+            )
+        )
 
     def print_task(self, number):
         text = self.texts[number]

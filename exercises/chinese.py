@@ -6,10 +6,10 @@ TEXTS = {
     1: Text(
         title="分配图像",
         task="""\
-两个 rank 分工，用 256 张图像训练一个 epoch。
+两个进程分工，用 256 张图像训练一个 epoch。
 
-在一个 epoch 中，每张图像应该只由其中一个 rank 读取一次。现象：损失在下降，
-但一个 epoch 有 8 个训练步，与单进程一样多。""",
+这两个进程称为 rank 0 和 rank 1，运行的是同一个程序。在一个 epoch 中，每张图像应该
+只由其中一个 rank 读取一次。现象：损失在下降，但一个 epoch 有 8 个训练步，与单进程一样多。""",
         hint="""\
 DataLoader 读哪些图像，由谁决定？在这个程序里，没有人告诉它有两个 rank。""",
         page=("data-loading.md", "哪个进程得到哪些图像"),
@@ -71,7 +71,7 @@ rank 0 应该打印两个 rank 合计的正确数。
 现象：什么也没有打印，程序也一直不结束。""",
         hint="""\
 所有 rank 都调用了，集合通信操作才会完成。哪些 rank 调用了 all_reduce？""",
-        page=("hangs.md", "七种卡住"),
+        page=("concepts.md", "集合通信"),
         why="""\
 只有 rank 0 调用了 all_reduce。它在那里等 rank 1，而 rank 1 在 barrier 里等它。
 集合通信操作要放在 `if rank == 0` 外面，里面只放打印和保存。""",

@@ -17,10 +17,11 @@ TEXTS = {
     1: Text(
         title="Sharing the images",
         task="""\
-Train for one epoch on 256 images, with two ranks that share the work.
+Train for one epoch on 256 images, with two processes that share the work.
 
-In an epoch, each image should be read once, by one of the ranks. What you see: the loss falls, but
-the epoch has 8 training steps, as many as with one process.""",
+The processes, called rank 0 and rank 1, run this same program. In an epoch, each image should be
+read once, by one of the ranks. What you see: the loss falls, but the epoch has 8 training steps, as
+many as with one process.""",
         hint="""\
 Who tells a DataLoader which images to read? Here, nobody tells it that there are two ranks.""",
         page=("data-loading.md", "Who gets which image"),
@@ -83,7 +84,7 @@ Rank 0 should print the number of correct answers of both ranks.
 What you see: nothing is printed, and the program never ends.""",
         hint="""\
 A collective is complete when all ranks have called it. Which ranks call all_reduce?""",
-        page=("hangs.md", "Seven hangs"),
+        page=("concepts.md", "Collectives"),
         why="""\
 Only rank 0 called all_reduce. It waited there for rank 1, which waited for it in the barrier. A
 collective belongs outside of `if rank == 0`; only printing and saving belong inside.""",

@@ -11,6 +11,8 @@ The check of each exercise is a module in checks/, with
 import copy
 import importlib
 import pickle
+import re
+import textwrap
 from pathlib import Path
 
 import torch
@@ -159,7 +161,8 @@ def where(rank, source):
         return say(f"rank {rank.rank} waits in {line}", f"rank {rank.rank} 在{line} 等待")
     if rank.error:
         kind, message = rank.error
-        message = message.strip().splitlines()[0][:200] if message.strip() else ""
+        message = re.sub(r"\[\S+\.cc:\d+\] ", "", message).strip().partition("\n")[0]
+        message = textwrap.shorten(message, 160, placeholder=" ...").rstrip(".:")
         error = f"{kind}: {message}" if message else kind
         return say(f"rank {rank.rank}, {line}: {error}", f"rank {rank.rank}，{line}：{error}")
     if rank.exit_code is None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -183,6 +184,7 @@ class Recorder(TorchDispatchMode):
         """Keep the variables of a program that others can read: numbers, tensors, models."""
         for name, value in vars(module).items():
             if not name.startswith("_") and not isinstance(value, types.ModuleType):
+                value = value.module if isinstance(value, DistributedDataParallel) else value
                 with contextlib.suppress(Exception):  # a program may have anything
                     self.record.variables[name] = pickle.dumps(value)
 
