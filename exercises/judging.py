@@ -130,7 +130,7 @@ def show_output(ranks):
 
 def refuse_what_did_not_end(result, ranks, program, may_fail):
     source = Path(program).read_text().splitlines()
-    places = "; ".join(where(rank, source) for rank in ranks)
+    places = say("; ", "；").join(where(rank, source) for rank in ranks)
     if result == "hangs":
         refuse(
             f"The ranks wait for each other forever: {places}.",

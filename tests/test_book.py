@@ -309,6 +309,9 @@ def check_python(arguments, monkeypatch):
     if file == "train.py":  # the reader's own
         return
     assert (ROOT / file).exists(), file
+    if file.startswith("exercises/broken/"):  # takes no arguments
+        assert not given
+        return
     if given in (["--help"], ["-h"]):
         return
     if file == "tools/steps.py":
