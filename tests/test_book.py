@@ -470,7 +470,7 @@ LESSON = "06_imagenet.md"  # whose commands build on one another: a test of its 
 ELSEWHERE = {  # what other tests run, in sizes of their own
     **{
         f"tools/bench/{name}.py": f"test_the_{name}_benchmark"
-        for name in ("input", "ddp", "memory", "train", "scaling")
+        for name in ("input", "ddp", "my_ddp", "memory", "train", "scaling")
     },
     "tools/experiments.py": "test_experiments.py",
     "launch/preflight.py": "test_preflight.py",

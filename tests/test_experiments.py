@@ -61,7 +61,7 @@ def test_every_command_is_one_that_its_script_takes(name, monkeypatch):
 def test_the_recorded_runs_are_those_of_todays_experiments(name):
     recorded = experiments.recorded(ROOT / f"results/{name}/amd-epyc-2-cores.jsonl")
     images = {"resnet20": "data/cifar10-png"}.get(name, "data/cifar10")
-    given = [] if name in ("speed", "scaling", "memory") else ["--data-dir", images]
+    given = [] if name in ("speed", "scaling", "memory", "my_ddp") else ["--data-dir", images]
     assert set(commands(name, LAPTOP, *given)) <= recorded
 
 
@@ -81,6 +81,7 @@ def test_flags_stand_in_the_commands_that_they_change(monkeypatch, capsys, tmp_p
     given = [part for flag in wanted.items() for part in flag]
     # How many of these flags change each command of an experiment
     taken = {"accuracy": 4, "syncbn": 4, "speed": 2, "scaling": 2, "resnet20": 4, "memory": 0}
+    taken["my_ddp"] = 2
     for name in experiments.EXPERIMENTS:
         changed = [f" {flag} {value} " for flag, value in list(wanted.items())[: taken[name]]]
         for command in commands(name, LAPTOP):
@@ -141,8 +142,13 @@ def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
             UserError, match=rf"{name} needs {needs}.*, found 1 on 1 GPU: .*--processes 1 2 4"
         ):
             commands(name, ONE_GPU)
-    with pytest.raises(UserError, match="syncbn needs two processes or more, found 1 on 2 cores"):
-        commands("syncbn", LAPTOP, "--processes", 1)
+    assert counts(commands("my_ddp", LAPTOP)) == {2}
+    assert counts(commands("my_ddp", BOX)) == {2, 4, 8}
+    for name in ("syncbn", "my_ddp"):
+        with pytest.raises(
+            UserError, match=f"{name} needs two processes or more, found 1 on 2 cores"
+        ):
+            commands(name, LAPTOP, "--processes", 1)
 
 
 @pytest.mark.flags("tools/experiments.py", "--list", "--dry-run")
@@ -152,7 +158,7 @@ def test_a_list_goes_on_after_what_this_machine_cannot_do(monkeypatch, capsys, t
     monkeypatch.setattr(Machine, "here", lambda: ONE_GPU)
     experiments.main(asked("--list"))
     out = capsys.readouterr().out
-    assert "this machine: one-gpu (1 GPU)" in out and out.count("skipped: ") == 4
+    assert "this machine: one-gpu (1 GPU)" in out and out.count("skipped: ") == 5
     assert re.search(r"speed: .*\n   0 of \d+ runs recorded in .*speed/one-gpu.jsonl", out)
     experiments.main(asked("syncbn", "speed", "--dry-run"))
     assert "skipped: syncbn needs" in (out := capsys.readouterr().out) and " 02_snmc_dp.py" in out
@@ -254,11 +260,12 @@ def test_a_wrong_name_is_answered_with_those_that_will_do(capsys):
         (
             ["sped"],
             "sped: no such experiment, expected one or more of speed, syncbn, "
-            "resnet20, accuracy, scaling, memory",
+            "resnet20, accuracy, scaling, memory, my_ddp",
         ),
         (
             [],
-            "name one or more of speed, syncbn, resnet20, accuracy, scaling, memory, or see --list",
+            "name one or more of speed, syncbn, resnet20, accuracy, scaling, memory, my_ddp, "
+            "or see --list",
         ),
         (
             ["speed", "--machine", "../mine"],

@@ -72,6 +72,7 @@ EXCEPTIONS = {
     ("tools/bench/ddp.py", "*"): INHERITED,
     ("tools/bench/finetune.py", "*"): BENCHMARK,
     ("tools/bench/input.py", "*"): INHERITED,
+    ("tools/bench/my_ddp.py", "*"): INHERITED,
     ("tools/bench/peer.py", "*"): PEER,
     ("tools/bench/ranks.py", "*"): BENCHMARK,
     ("tools/bench/reencode.py", "*"): BENCHMARK,

@@ -29,8 +29,8 @@ from tools import experiments, records
 from tools.book import step_model
 from tools.records import RecordError
 
-# Pictures show the others.
-NOTEBOOKS = [name for name in experiments.EXPERIMENTS if name not in ("resnet20", "memory")]
+PICTURES = ("resnet20", "memory", "my_ddp")
+NOTEBOOKS = [name for name in experiments.EXPERIMENTS if name not in PICTURES]
 FIGURES = (*NOTEBOOKS, "goodput", "planning", "syncbn_published")  # two notebooks draw several
 
 

@@ -17,9 +17,11 @@ from needs import need
 from processes import ROOT, start
 from ranks import Ranks
 
+from common.models import MnistNet
 from tools import demo, steps
 from tools.bench import ddp as bench_ddp
 from tools.bench import memory as bench_memory
+from tools.bench import my_ddp as bench_my_ddp
 from tools.bench import rendezvous as bench_rendezvous
 from tools.mutants import listed
 from tools.records import checkpoint_cost, checkpoint_seconds
@@ -295,6 +297,53 @@ def test_the_ddp_benchmark_tells_efficiency_and_launches(tmp_path):
     assert re.search(rf"^2 x 1 ddp .* {exposed:.2f} \({exposed:.2f} to {exposed:.2f}\)$", out, re.M)
     assert launch["bench"] == "launch" and launch["world_size"] == 1
     assert re.search(rf"^  1 processes +{launch['seconds']:.1f} \(", out, re.M)
+
+
+@pytest.mark.flags("tools/bench/my_ddp.py", "--repeats", "--log-file")
+@pytest.mark.slow
+def test_the_my_ddp_benchmark_counts_messages_bytes_and_state(tmp_path):
+    log = tmp_path / "bench.jsonl"
+    given = ["--arch", "mnist_net", "--batch-size", 2, "--repeats", 2, "--log-file", log]
+    ranks = Ranks(tmp_path, 2, given, script="tools/bench/my_ddp.py")
+    assert ranks.wait() == [0, 0], ranks.output()
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    variants = list(bench_my_ddp.variants())
+    assert [(r["repeat"], r["variant"]) for r in records] == [
+        (repeat, variant) for repeat in (0, 1) for variant in variants
+    ]
+    alone, after, hooks, buckets, torchs, sharded = records[:6]
+    model = MnistNet(3, (32, 32), 10)
+    parameters = len(list(model.parameters()))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert alone["messages"] == 0
+    assert after["messages"] == hooks["messages"] == parameters == 8
+    assert buckets["messages"] == 1 <= torchs["messages"] <= 3
+    assert sharded["messages"] == torchs["messages"] + parameters
+    sent = [r["sent_bytes"] for r in records[:6]]
+    assert sent == [0, size, size, size, size, 1.5 * size]
+    assert torchs["state_bytes"] == [size, size]
+    assert sum(sharded["state_bytes"]) == size and min(sharded["state_bytes"]) > 0
+    for r in records[:6]:
+        assert re.search(rf"^{r['variant']} .* {r['messages']} +[\d.]+ +", ranks.output(), re.M)
+
+
+def test_the_my_ddp_benchmark_compares_variants_in_the_same_repeat():
+    def run(variant, seconds):
+        counted = {"messages": 3, "sent_bytes": 2_000_000, "state_bytes": [3e6, 4e6]}
+        return {"variant": variant, "seconds_per_step": seconds} | counted
+
+    times = {bench_my_ddp.ALONE: (1, 3), bench_my_ddp.TORCHS: (2, 4), "21": (4, 4)}
+    runs = [run(variant, seconds[k]) for k in (0, 1) for variant, seconds in times.items()]
+    alone, _, buckets = bench_my_ddp.rows(runs)
+    assert alone[3] == ""
+    ratios, exposed = "1.50 (1.00 to 2.00)", "0.50 (0.25 to 0.75)"
+    assert buckets == ("21", "4000 (4000 to 4000)", ratios, exposed, 3, "2.0", "3.0 + 4.0")
+
+
+def test_the_my_ddp_benchmark_of_one_process_says_how_to_start_two(tmp_path):
+    ranks = Ranks(tmp_path, 1, [], script="tools/bench/my_ddp.py")
+    assert ranks.wait() == [2]
+    assert "expected two or more: torchrun --nnodes=1 --nproc-per-node=2" in ranks.output()
 
 
 def test_the_memory_benchmark_compares_with_ddp_in_the_same_repeat():

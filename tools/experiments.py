@@ -201,6 +201,15 @@ def memory(machine, args, repeat):
     return runs
 
 
+def my_ddp(machine, args, repeat):
+    """Time, messages and bytes of a training step with the DDP of the exercises and torch's."""
+    flags = f"--batch-size 32 --repeats 3{extra(args)} --seed {repeat}"
+    return [
+        Run(f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/my_ddp.py {flags}", 6000 * n)
+        for n in args.processes
+    ]
+
+
 TORCHRUN = "torchrun --nnodes=1 --nproc-per-node={} "
 # name: (function, repeats, numbers of processes on CPUs, how many numbers it needs at least)
 EXPERIMENTS = {
@@ -210,6 +219,7 @@ EXPERIMENTS = {
     "accuracy": (accuracy, 1, [1, 2, 4, 8, 16], 2),
     "scaling": (scaling, 3, [1, 2, 3, 4, 6, 8], 3),
     "memory": (memory, 2, [1, 2, 4], 2),
+    "my_ddp": (my_ddp, 3, [2], 1),
 }
 
 
@@ -339,13 +349,13 @@ def parse_args():
         "--limit",
         type=whole_number(1),
         metavar="N",
-        help="training images; speed without GPUs: per process; not for scaling and memory",
+        help="training images; speed without GPUs: per process; not for scaling, memory, my_ddp",
     )
     add(
         "--epochs",
         type=whole_number(1),
         metavar="N",
-        help="number of epochs; speed without GPUs uses 1; not for scaling and memory",
+        help="number of epochs; speed without GPUs uses 1; not for scaling, memory, my_ddp",
     )
     args = parser.parse_args()
     for name in args.experiments:
@@ -376,8 +386,8 @@ def plan(name, machine, args):
     function, repeats, on_cpus, least = EXPERIMENTS[name]
     run_args = argparse.Namespace(**vars(args))
     counts = sorted(set(args.processes or machine.process_counts(on_cpus)))
-    # which always compares with one process
-    run_args.processes = [n for n in counts if n > 1 or name != "syncbn"]
+    # syncbn always compares with one process; my_ddp needs several
+    run_args.processes = [n for n in counts if n > 1 or name not in ("syncbn", "my_ddp")]
     if machine.device != "cpu" and counts[-1] > machine.devices:
         raise UserError(
             f"--processes {counts[-1]}: {machine.devices} GPUs here, and each process needs its own"
@@ -388,6 +398,7 @@ def plan(name, machine, args):
             "accuracy": "one process and more",
             "scaling": "1, 2 and more processes",
             "memory": "one process and more",
+            "my_ddp": "two processes or more",
         }
         raise UserError(
             f"{name} needs {needs[name]}, "

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import sys
 from pathlib import Path
+from statistics import median
 
 import matplotlib
 import numpy as np
@@ -20,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from charts import BLUE, GREEN, GREY, ORANGE, PUBLISHED, PURPLE
+from charts import BLUE, GREEN, GREY, ORANGE, OURS, PUBLISHED, PURPLE
 
 from tools import records
 from tools.book import chinese_figures
@@ -538,6 +539,32 @@ def computed(run):
     return [*parts, run["computed_peak_bytes"] - sum(parts)]
 
 
+def draw_my_ddp():
+    """Draw the time of a training step with DDP by hand, beside torch's: tools/bench/my_ddp.py."""
+    runs = records.read(records.RESULTS / f"my_ddp/{OURS}.jsonl")
+    variants = records.group(runs, "variant")
+    times = {
+        name: [1000 * run["seconds_per_step"] for run in same] for name, same in variants.items()
+    }
+    alone, *others = [median(measured) for measured in times.values()]
+    fig, ax = plt.subplots(figsize=(7.5, 2.7), layout="constrained")
+    ax.barh(range(len(times)), alone, 0.65, color=BLUE, label="computation")
+    exposed = [0, *(other - alone for other in others)]
+    label = "exposed communication"
+    ax.barh(range(len(times)), exposed, 0.65, left=alone, color=ORANGE, label=label)
+    for y, measured in enumerate(times.values()):
+        ax.plot([min(measured), max(measured)], [y, y], color=INK, linewidth=1)
+    ax.set_yticks(range(len(times)), times)
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set(xlabel="milliseconds per training step: median, lowest and highest")
+    fig.legend(loc="outside lower center", ncols=2)
+    first = runs[0]
+    caption = f"{records.hardware(first)}, {first['world_size']} processes"
+    fig.suptitle(caption, size=9, color=GREY)
+    return fig
+
+
 PICTURES = {
     "ranks": draw_ranks,
     "collectives": draw_collectives,
@@ -546,11 +573,13 @@ PICTURES = {
     "fsdp": draw_fsdp,
 }
 PICTURES |= {"trace": draw_trace, "resnet20": draw_resnet20, "memory": draw_memory}
+PICTURES |= {"my_ddp": draw_my_ddp}
 
 
 def fingerprint():
     """Return a hash of the sources of the pictures. A picture with a different hash is stale."""
-    recorded = (path for name in ("trace", "resnet20", "memory") for path in records.files(name))
+    names = ("trace", "resnet20", "memory", "my_ddp")
+    recorded = (path for name in names for path in records.files(name))
     sources = [*SOURCES, *recorded]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 

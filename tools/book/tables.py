@@ -640,6 +640,25 @@ def memory():
     return by_hardware(records("memory"), render)
 
 
+def my_ddp():
+    """Make the table of the DDP of the exercises beside torch's: tools/bench/my_ddp.py."""
+    from tools.bench.my_ddp import HEAD, rows
+
+    def block(runs):
+        first = runs[0]
+        repeats = len(select(runs, variant=first["variant"]))
+        return (
+            f"`{first['model']}`, {first['batch_size']} images per process, "
+            f"{first['world_size']} processes, {repeats} runs of each:\n\n{table(HEAD, rows(runs))}"
+        )
+
+    def render(runs):
+        settings = group(runs, "model", "batch_size", "world_size")
+        return "\n\n".join(block(same) for same in settings.values())
+
+    return by_hardware(records("my_ddp"), render)
+
+
 def planning():
     """The efficiencies that others have published, beside the band of the planning model."""
     rows = []
@@ -675,6 +694,7 @@ TABLES = (
     shards,
     drill,
     memory,
+    my_ddp,
     planning,
     votes,
     many_ranks,
