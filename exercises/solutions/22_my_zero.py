@@ -19,9 +19,14 @@ class ShardedSGD:
 
     def __init__(self, parameters, lr, momentum):
         self.parameters = list(parameters)
-        n = len(self.parameters)
-        self.owners = [k * dist.get_world_size() // n for k in range(n)]
-        mine = [self.parameters[k] for k in range(n) if self.owners[k] == dist.get_rank()]
+        total = sum(parameter.numel() for parameter in self.parameters)
+        self.owners = []  # the rank that updates each parameter
+        before = 0  # weights of the parameters before this one
+        for parameter in self.parameters:
+            self.owners.append(before * dist.get_world_size() // total)
+            before += parameter.numel()
+        owned = zip(self.parameters, self.owners, strict=True)
+        mine = [parameter for parameter, owner in owned if owner == dist.get_rank()]
         self.optimizer = torch.optim.SGD(mine, lr=lr, momentum=momentum)
 
     def step(self):
