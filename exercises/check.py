@@ -9,6 +9,7 @@ Your files are in exercises/mine/: edit them there. You need no GPU.
 """
 
 import difflib
+import itertools
 import json
 import os
 import sys
@@ -21,7 +22,6 @@ from common.flags import Parser
 from exercises import chinese, english, runner
 
 HERE = Path(__file__).resolve().parent
-COMMAND = "python exercises/check.py"
 LINES = 24  # of output that are shown
 POLL = 0.3  # seconds between two looks at a watched file
 
@@ -78,9 +78,16 @@ class Reader:
         self.texts = chinese.TEXTS if self.language == "zh" else english.TEXTS
         self.folder = args.folder
         self.limit = args.limit
+        self.flags = ["--zh"] if args.zh else []  # to repeat in the commands that are shown
+        if args.folder != HERE / "mine":
+            self.flags += ["--folder", str(args.folder)]
 
     def say(self, english_text, chinese_text):
         return chinese_text if self.language == "zh" else english_text
+
+    def command(self, number, *flags):
+        """Return the command that checks an exercise, or does with it what the flags say."""
+        return " ".join(["python exercises/check.py", str(number), *flags, *self.flags])
 
     # Files
 
@@ -99,16 +106,20 @@ class Reader:
         file = self.folder / "passed.json"
         return json.loads(file.read_text()) if file.exists() else []
 
-    def add_passed(self, number):
-        (self.folder / "passed.json").write_text(json.dumps(sorted({*self.passed(), number})))
+    def note(self, number, is_passed):
+        """Note whether the file of an exercise, as it is now, has passed."""
+        passed = {*self.passed()} - {number} | ({number} if is_passed else set())
+        (self.folder / "passed.json").write_text(json.dumps(sorted(passed)))
 
     def next_number(self):
         return next((number for number in self.texts if number not in self.passed()), 1)
 
     def reset(self, number):
         path = self.path(number)
-        old = path.with_suffix(".old")
+        names = (path.with_suffix(f".old{k or ''}") for k in itertools.count())
+        old = next(name for name in names if not name.exists())
         path.rename(old)
+        self.note(number, False)
         print(
             self.say(
                 f"{show(self.path(number))} is as at the beginning; your file is now {show(old)}",
@@ -120,19 +131,31 @@ class Reader:
 
     def print_list(self, number):
         passed = self.passed()
+        page = "docs/zh/ddp-in-12-lines.md" if self.language == "zh" else "docs/ddp-in-12-lines.md"
+        print(
+            self.say(
+                f"""\
+Each program trains with two processes, called rank 0 and rank 1, and does it wrongly. Mend it.
+If you have never seen such a program, read {page} first.
+""",
+                f"""\
+每个程序都用两个进程训练，称为 rank 0 和 rank 1，其中都有一个错误。请改正。
+如果从未见过这样的程序，请先读 {page}。
+""",
+            )
+        )
         for n, text in self.texts.items():
             print(f"{'*' if n in passed else ' '} {n:2} {text.title}")
         if len(passed) == len(self.texts):
             print(self.say("\nYou have passed all exercises.", "\n所有练习都已通过。"))
             return
-        print()
-        if passed:
-            print(self.say("Those with * are passed. Next:\n", "带 * 的已通过。下一个：\n"))
+        marks = self.say(" (* passed)", "（* 已通过）") if passed else ""
+        print(self.say(f"\nThe next one{marks}:\n", f"\n下一个{marks}：\n"))
         self.print_task(number)
         print(
             self.say(
-                f"\nMend the program in your file, and check it: {COMMAND} {number}",
-                f"\n修改文件中的程序，然后检查：{COMMAND} {number}",
+                f"\nEdit your file, then check it: {self.command(number)}",
+                f"\n修改你的文件，然后检查：{self.command(number)}",
             )
         )
 
@@ -174,18 +197,21 @@ class Reader:
         if len(lines) > LINES:
             lines = [*lines[: LINES // 2], "...", *lines[-LINES // 2 :]]
         print("\n".join([*lines, ""] if lines else []))
+        self.note(number, answer.passed)
         if not answer.passed:
             print(self.say(f"not yet: {answer.text}", f"还不对：{answer.text}"))
+            hint, mend = (self.command(number, flag) for flag in ("--hint", "--solution"))
             print(
-                self.say(f"A hint: {COMMAND} {number} --hint", f"看提示：{COMMAND} {number} --hint")
+                self.say(f"A hint: {hint}\nOne mend: {mend}", f"看提示：{hint}\n看一种改法：{mend}")
             )
             return 1
         print(self.say(f"passed: {answer.text}", f"通过：{answer.text}"))
-        self.add_passed(number)
+        print(f"\n{text.why}\n")
         if len(self.passed()) == len(self.texts):
             print(self.say("You have passed all exercises.", "所有练习都已通过。"))
         else:
-            print(self.say(f"The next one: {COMMAND}", f"下一个练习：{COMMAND}"))
+            command = self.command(self.next_number())
+            print(self.say(f"The next one: {command}", f"下一个练习：{command}"))
         return 0
 
     def check_all(self):
@@ -209,18 +235,19 @@ class Reader:
         while True:
             self.print_task(number)
             print()
+            checked = self.path(number).read_text()
             while self.check(number):
-                self.wait_for_change(number)
+                self.wait_for_change(self.path(number), checked)
+                checked = self.path(number).read_text()
             if len(self.passed()) == len(self.texts):
                 return
             number = self.next_number()
             print()
 
-    def wait_for_change(self, number):
-        path = self.path(number)
-        before = path.read_text()
-        print(self.say("waiting until you save the file ...", "等待你保存文件……"), flush=True)
-        while not path.exists() or path.read_text() in ("", before):  # editors empty it first
+    def wait_for_change(self, path, checked):
+        """Wait until a file has another text than the one that was checked."""
+        print(self.say("waiting until you save the file ...", "等待文件保存……"), flush=True)
+        while not path.exists() or path.read_text() in ("", checked):  # editors empty it first
             time.sleep(POLL)
 
 
@@ -246,3 +273,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # the output went to head, or to a pager that was closed
+        sys.stdout = None
