@@ -142,26 +142,38 @@ def refuse_what_did_not_end(result, ranks, program, may_fail):
             f"程序在时限内没有结束：{places}。",
         )
     if result == "failed" and not may_fail:
-        rank = min((rank for rank in ranks if rank.exit_code), key=blame, default=ranks[0])
+        failed = [rank for rank in ranks if rank.exit_code != 0 and not rank.waits]
+        rank = min(failed, key=lost_another, default=ranks[0])
+        if lost_another(rank):
+            others = "; ".join(where(other, source) for other in ranks if other is not rank)
+            refuse(
+                f"Rank {rank.rank} waited for another rank in {line_of(rank, source)}, but"
+                f" {others}.",
+                f"rank {rank.rank} 在{line_of(rank, source)} 等待其他 rank，但{others}。",
+            )
         text = where(rank, source)
         refuse(f"The program failed: {text}.", f"程序出错：{text}。")
 
 
-def blame(rank):
-    """Return a number that is smaller for the rank whose error came first."""
-    lost = ("closed", "reset", "peer", "Broken pipe", "Timed out")  # errors because of another rank
-    return rank.error is None, any(word in rank.error[1] for word in lost) if rank.error else True
+def lost_another(rank):
+    """Return whether a rank failed because another one had failed or ended."""
+    words = ("closed", "reset", "peer", "Broken pipe", "Timed out")
+    return rank.error is not None and any(word in rank.error[1] for word in words)
+
+
+def line_of(rank, source):
+    text = source[rank.line - 1].strip() if rank.line else ""
+    return say(f"line {rank.line}, `{text}`", f"第 {rank.line} 行 `{text}`")
 
 
 def where(rank, source):
     """Return in which line a rank waits, failed or ended."""
-    text = source[rank.line - 1].strip() if rank.line else ""
-    line = say(f"line {rank.line}, `{text}`", f"第 {rank.line} 行 `{text}`")
+    line = line_of(rank, source)
     if rank.waits:
         return say(f"rank {rank.rank} waits in {line}", f"rank {rank.rank} 在{line} 等待")
     if rank.error:
         kind, message = rank.error
-        message = re.sub(r"\[\S+\.cc:\d+\] ", "", message).strip().partition("\n")[0]
+        message = re.sub(r"\[\S+\.cc:\d+\] ", "", message)
         message = textwrap.shorten(message, 160, placeholder=" ...").rstrip(".:")
         error = f"{kind}: {message}" if message else kind
         return say(f"rank {rank.rank}, {line}: {error}", f"rank {rank.rank}，{line}：{error}")
@@ -304,6 +316,42 @@ def refuse_unknown_images(numbers):
         )
 
 
+def refuse_repeated_images(ranks, count):
+    """Refuse ranks that do not train on each of `count` images once in all."""
+    parts = [set(images(rank)) for rank in ranks]
+    numbers = [number for rank in ranks for number in images(rank)]
+    refuse_unknown_images(numbers)
+    if all(len(part) == count for part in parts):
+        refuse(
+            f"Each rank trained on all {count} images, so each image was trained on every rank.",
+            f"每个 rank 都用全部 {count} 张图像训练，所以每张图像在每个 rank 上都训练了一次。",
+        )
+    if all(part == parts[0] for part in parts):
+        share = len(parts[0]) / count
+        refuse(
+            f"All ranks trained on the same images, {listed(parts[0])}: together they saw"
+            f" {share:.0%} of the training set.",
+            f"所有 rank 用的图像相同（{listed(parts[0])}）：合起来只用了训练集的 {share:.0%}。",
+        )
+    if several := [number for number in parts[0] if any(number in part for part in parts[1:])]:
+        refuse(
+            f"{len(several)} images were trained on several ranks, for example image"
+            f" {min(several)}.",
+            f"有 {len(several)} 张图像，几个 rank 都用了，例如图像 {min(several)}。",
+        )
+    if missing := set(range(count)) - set(numbers):
+        refuse(
+            f"{len(missing)} of {count} images were never trained, for example image"
+            f" {min(missing)}.",
+            f"{count} 张图像中，有 {len(missing)} 张从未用到，例如图像 {min(missing)}。",
+        )
+    if len(numbers) > count:
+        refuse(
+            f"{len(numbers) - count} images were trained more than once.",
+            f"有 {len(numbers) - count} 张图像用了不止一次。",
+        )
+
+
 def refuse_other_training(ranks, max_norm=None):
     """Refuse a program whose ranks differ, or do not train as one process with all their images."""
     if any(not steps(rank) for rank in ranks):
@@ -323,6 +371,9 @@ def refuse_other_training(ranks, max_norm=None):
             f"The ranks took different numbers of training steps: {listed(counts)}.",
             f"各 rank 的训练步数不同：{listed(counts)}。",
         )
+    before = values(ranks[0], "before")[0].weights
+    if same(before, steps(ranks[0])[-1].weights):
+        refuse("The training does not change the weights.", "训练没有改变权重。")
     clips = say(" and clips their gradient", "并裁剪梯度") if max_norm else ""
     for k, weights in enumerate(train_alone(ranks, max_norm), 1):
         if not same(weights, steps(ranks[0])[k - 1].weights, 1e-4):

@@ -9,8 +9,10 @@ import threading
 import time
 import traceback
 import types
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -21,9 +23,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, TensorDataset
 
 TICK = 0.1  # seconds between two reports of a rank
-SLOW_SAVE = 0.5  # seconds that torch.save takes here, so that nobody reads a half-written file
+SLOW_SAVE = 0.5  # seconds that torch.save takes here; at first there is no file, then an empty one
 
 # Collectives as torch's dispatcher names them, for DDP in C++ too, and as people write them
 COLLECTIVES = {
@@ -39,6 +42,7 @@ COLLECTIVES = {
     "_reduce_scatter_base_": "reduce_scatter",
     "alltoall_": "all_to_all",
     "barrier": "barrier",
+    "monitored_barrier_": "barrier",
     "send": "send",
     "recv_": "recv",
 }
@@ -47,7 +51,7 @@ COLLECTIVES = {
 class Event(NamedTuple):
     """Something that a rank did."""
 
-    kind: str  # "batch", "message", "before", "step", "batch norm", "dropout", "save", "load"
+    kind: str  # "batch", "message", "before", "step", "read", "dropout", "save", "load", ...
     line: int  # of the program
     value: Any
 
@@ -71,12 +75,22 @@ class Step(NamedTuple):
     state_bytes: int  # of the optimizer's state on this rank
 
 
+class BatchNorm(NamedTuple):
+    """A batch norm layer before its forward pass."""
+
+    training: bool
+    images: int
+    buffers: dict  # name to tensor
+
+
 class Record:
     """What one rank did. It is pickled, and read by the checks in another process."""
 
     def __init__(self, rank):
         self.rank = rank
         self.events = []  # in the order in which they happened
+        self.gpu = None  # that the program made the current one
+        self.visible_gpus = None  # in CUDA_VISIBLE_DEVICES, if the program has set it
         self.data = None  # the first table of random numbers, which are the images
         self.variables = {}  # of the program, when it ended: name to pickled value
         self.output = ""
@@ -133,6 +147,8 @@ class Recorder(TorchDispatchMode):
         register_module_forward_pre_hook(self.before_forward)
         register_module_forward_hook(self.after_forward, always_call=True)
         replace(torch.Tensor, "backward", self.backward)
+        replace(TensorDataset, "__getitem__", self.read_image)
+        replace(DataLoader, "__iter__", self.begin_epoch)
         replace(torch, "save", self.save)
         replace(torch, "load", self.load)
 
@@ -150,13 +166,14 @@ class Recorder(TorchDispatchMode):
             self.add("batch", (inputs[0].detach().clone(), torch.is_grad_enabled()))
         self.depth += 1
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            self.add("batch norm", (module.training, buffers))
+            self.add("batch norm", BatchNorm(module.training, len(inputs[0]), buffers_of(module)))
 
     def after_forward(self, module, inputs, output):
         self.depth -= 1
         if isinstance(module, nn.Dropout) and module.training:
             self.add("dropout", output == 0)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            self.add("statistics", buffers_of(module))
 
     def backward(self, real, *args, **kwargs):
         self.in_backward = True
@@ -165,26 +182,54 @@ class Recorder(TorchDispatchMode):
         finally:
             self.in_backward = False
 
+    def read_image(self, real, dataset, index):
+        if isinstance(index, int):  # as a DataLoader asks for it
+            self.add("read", index)
+        return real(dataset, index)
+
+    def begin_epoch(self, real, loader):
+        loader.num_workers = 0  # workers of a process with these threads would hang
+        return real(loader)
+
     def save(self, real, value, file, *args, **kwargs):
-        if not isinstance(file, str | os.PathLike):  # pickle saves tensors in a buffer
+        if not is_file(file):
             return real(value, file, *args, **kwargs)
-        self.add("save", str(file))
-        real(value, file, *args, **kwargs)
-        time.sleep(SLOW_SAVE)
-        return None
+        self.add("save", keys_of(value))
+        time.sleep(SLOW_SAVE / 2)
+        if isinstance(file, str | os.PathLike):
+            Path(file).write_bytes(b"")
+        time.sleep(SLOW_SAVE / 2)
+        return real(value, file, *args, **kwargs)
 
     def load(self, real, file, *args, **kwargs):
-        if isinstance(file, str | os.PathLike):
-            self.add("load", str(file))
-        return real(file, *args, **kwargs)
+        if is_file(file):
+            self.add("load")
+        try:
+            return real(file, *args, **kwargs)
+        except EOFError:
+            raise EOFError(f"{file} is not complete: a rank still writes it") from None
+
+    def pretend_gpus(self, count):
+        """Make torch say that this machine has GPUs, for a program that only chooses one."""
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        for module in (torch.cuda, torch.accelerator):
+            module.is_available = lambda: True
+            module.device_count = lambda: count
+        torch.cuda.set_device = self.set_gpu
+        torch.cuda.current_device = lambda: self.record.gpu or 0
+
+    def set_gpu(self, device):
+        self.record.gpu = device if isinstance(device, int) else torch.device(device).index
 
     # The end
 
     def finish(self, module):
         """Keep the variables of a program that others can read: numbers, tensors, models."""
+        self.record.visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
         for name, value in vars(module).items():
             if not name.startswith("_") and not isinstance(value, types.ModuleType):
-                value = value.module if isinstance(value, DistributedDataParallel) else value
+                if isinstance(value, DistributedDataParallel):  # cannot be pickled
+                    value = value.module
                 with contextlib.suppress(Exception):  # a program may have anything
                     self.record.variables[name] = pickle.dumps(value)
 
@@ -203,6 +248,24 @@ def is_data(value):
     return isinstance(value, torch.Tensor)
 
 
+def is_file(value):
+    """Return whether this is a path or an open file, not a buffer, in which tensors are pickled."""
+    return isinstance(value, str | os.PathLike) or hasattr(value, "name")
+
+
+def keys_of(value):
+    """Return the keys of a checkpoint, and of the dictionaries and modules in it."""
+    if isinstance(value, nn.Module):
+        value = value.state_dict()
+    if not isinstance(value, dict):
+        return []
+    return [*value, *(key for part in value.values() for key in keys_of(part))]
+
+
+def buffers_of(module):
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
 def replace(owner, name, function):
     """Replace a function by function(the replaced one, its arguments)."""
     real = getattr(owner, name)
@@ -219,6 +282,8 @@ def run_rank(program, rank, environment, folder, connection):
     os.environ.update(environment)
     os.chdir(folder)  # a program may save files
     torch.set_num_threads(1)
+    torch.seed()  # else all ranks would go on with the random numbers of the server process
+    np.random.seed()
     output = open(folder / f"output-{rank}", "w+", buffering=1)  # noqa: SIM115
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
@@ -227,6 +292,8 @@ def run_rank(program, rank, environment, folder, connection):
 
     recorder = Recorder(program, rank)
     recorder.watch_torch()
+    if "PRETENDED_GPUS" in environment:
+        recorder.pretend_gpus(int(environment["PRETENDED_GPUS"]))
     end = threading.Lock()  # the record is written once
     watcher = threading.Thread(target=report, args=(recorder, folder, connection, end), daemon=True)
     watcher.start()

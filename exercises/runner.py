@@ -42,6 +42,7 @@ class Rank:
             "WORLD_SIZE": size,
             "LOCAL_RANK": setup.local_ranks[rank],
             "LOCAL_WORLD_SIZE": max(setup.local_ranks) + 1,
+            "GROUP_RANK": setup.local_ranks[: rank + 1].count(0) - 1,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         } | setup.environment

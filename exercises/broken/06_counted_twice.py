@@ -12,7 +12,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 world_size = dist.get_world_size()
 
-torch.manual_seed(0)
+torch.manual_seed(9)
 images = torch.randn(101, 16)
 targets = images[:, :4].argmax(dim=1)
 dataset = TensorDataset(images, targets)

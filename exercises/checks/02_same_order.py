@@ -15,6 +15,11 @@ def check(ranks):
             f"每个 rank 应该有 {EPOCHS} 个大小相同的 epoch，实际训练了 {counts} 张图像。",
         )
     for k, parts in enumerate(zip(*of_ranks, strict=True)):
+        if all(len(set(part)) == IMAGES for part in parts):
+            refuse(
+                f"In epoch {k}, each rank reads all images: the ranks should share them.",
+                f"在 epoch {k} 中，每个 rank 都读取了全部图像：各 rank 应该分工。",
+            )
         numbers = [number for part in parts for number in part]
         twice = len(numbers) - len(set(numbers))
         missing = IMAGES - len(set(numbers))

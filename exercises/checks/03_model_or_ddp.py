@@ -1,10 +1,11 @@
 """The ranks must train one model, with the gradients of all ranks."""
 
-from exercises.judging import refuse_other_training, say, steps
+from exercises.judging import refuse_other_training, refuse_repeated_images, say, steps
 
 
 def check(ranks):
     refuse_other_training(ranks)
+    refuse_repeated_images(ranks, 256)
     count = len(steps(ranks[0]))
     return say(
         f"after each of {count} training steps, the ranks had the same weights as one process that"

@@ -2,10 +2,16 @@
 
 import re
 
-from exercises.judging import refuse, say, variable
+from exercises.judging import evaluated, refuse, say, variable
 
 
 def check(ranks):
+    a, b = (len(evaluated(rank)) for rank in ranks)
+    if (a, b) != (50, 50):
+        refuse(
+            f"Rank 0 evaluated {a} images and rank 1 {b}: each should evaluate half of 100.",
+            f"rank 0 评估了 {a} 张图像，rank 1 评估了 {b} 张：每个 rank 应该评估 100 张的一半。",
+        )
     truth, part = right_answers(ranks[0])
     printed = [re.findall(r"(\d+) of 100", rank.output) for rank in ranks]
     if not printed[0]:

@@ -1,9 +1,17 @@
 """A training step must have 96 images and learning rate 0.5, on two processes and on three."""
 
-from exercises.judging import batches, refuse, refuse_other_training, say, steps
+from exercises.judging import (
+    batches,
+    refuse,
+    refuse_other_training,
+    refuse_repeated_images,
+    say,
+    steps,
+)
 from exercises.runner import Setup
 
 SETUPS = [Setup(), Setup(local_ranks=(0, 1, 2))]
+IMAGES = 768
 BATCH_SIZE = 96
 LR = 0.5
 
@@ -19,12 +27,12 @@ def check(*runs):
                 f"With {n} processes, a training step had {size} images instead of {BATCH_SIZE}.",
                 f"{n} 个进程时，一个训练步用了 {size} 张图像，而不是 {BATCH_SIZE} 张。",
             )
-        lr = steps(ranks[0])[-1].lr
-        if abs(lr - LR) > 1e-6:
+        refuse_repeated_images(ranks, IMAGES)
+        if wrong := [step.lr for step in steps(ranks[0]) if abs(step.lr - LR) > 1e-6]:
             refuse(
-                f"With {n} processes, the learning rate was {lr:g} instead of {LR}: the global"
-                " batch size is that of one process, so the learning rate is too.",
-                f"{n} 个进程时，学习率为 {lr:g}，而不是 {LR}："
+                f"With {n} processes, the learning rate was {wrong[0]:g} instead of {LR}: the"
+                " global batch size is that of one process, so the learning rate is too.",
+                f"{n} 个进程时，学习率为 {wrong[0]:g}，而不是 {LR}："
                 "全局 batch size 与单进程时相同，学习率也应该相同。",
             )
     return say(
