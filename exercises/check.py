@@ -135,11 +135,12 @@ class Reader:
         print(
             self.say(
                 f"""\
-Each program trains with two processes, called rank 0 and rank 1, and does it wrongly. Mend it.
+Each program runs as two processes or more, called rank 0, rank 1, and so on. It does something
+wrongly: mend it. Programs 19 to 22 have a gap to fill.
 If you have never seen such a program, read {page} first.
 """,
                 f"""\
-每个程序都用两个进程训练，称为 rank 0 和 rank 1，其中都有一个错误。请改正。
+每个程序都用两个或更多进程运行，称为 rank 0、rank 1……，其中有错误，请改正。19 到 22 由你补全代码。
 如果从未见过这样的程序，请先读 {page}。
 """,
             )
@@ -182,7 +183,8 @@ If you have never seen such a program, read {page} first.
         _, broken = split_docstring(find("broken", number).read_text())
         _, solution = split_docstring(find("solutions", number).read_text())
         diff = difflib.unified_diff(broken.splitlines(), solution.splitlines(), n=1, lineterm="")
-        print("\n".join(line for line in list(diff)[2:] if not line.startswith("@@")))
+        lines = ["..." if line.startswith("@@") else line for line in list(diff)[2:]]
+        print("\n".join(lines))
 
     # Checking
 
@@ -202,7 +204,7 @@ If you have never seen such a program, read {page} first.
             print(self.say(f"not yet: {answer.text}", f"还不对：{answer.text}"))
             hint, mend = (self.command(number, flag) for flag in ("--hint", "--solution"))
             print(
-                self.say(f"A hint: {hint}\nOne mend: {mend}", f"看提示：{hint}\n看一种改法：{mend}")
+                self.say(f"A hint: {hint}\nOne mend: {mend}", f"看提示：{hint}\n看参考答案：{mend}")
             )
             return 1
         print(self.say(f"passed: {answer.text}", f"通过：{answer.text}"))

@@ -87,7 +87,7 @@ rank 0 应该打印两个 rank 合计的正确数。
         page=("data-loading.md", "精确的评估"),
         why="""\
 DistributedSampler 让各份一样多：重复一些图像；设置 drop_last=True 时，则舍弃一些。
-训练要求各份一样多，评估不要求：让两个 rank 隔一张取一张。""",
+训练要求各份一样多，评估不要求：让 rank 0 取第 0、2、4……张，rank 1 取第 1、3、5……张。""",
     ),
     7: Text(
         title="平均损失",
@@ -157,10 +157,7 @@ DDP 在每次前向传播之前，把 rank 0 的滑动均值和方差复制到�
 现象：加载失败，因为缺少一些 key。改好以后，再看看是谁在写文件。""",
         hint="""\
 先打印 ddp.state_dict() 的 key。再想一想：由哪个 rank 写？其他 rank 怎么知道已经写完？""",
-        page=(
-            "elastic.md",
-            "谁来保存，检查点里有什么，失败后会发生什么？",
-        ),
+        page=("03_mnmc_ddp_launch.md", "保存和退出"),
         why="""\
 DDP 对象的 state_dict 的 key 以 "module." 开头：要保存里面的 model。由一个 rank 写；
 多个 rank 写同一个文件，文件可能损坏。有了 barrier，其他 rank 只会读到完整的文件。""",
@@ -179,7 +176,7 @@ rank 0 读取 90 张图像，rank 1 读取另外 60 张，每个 batch 16 张。
         page=("data-loading.md", "图像不能均分时"),
         why="""\
 rank 0 有六个 batch，rank 1 有四个。到了第五步，rank 0 等待 rank 1 的梯度，
-而 rank 1 已经退出循环。所有 rank 的训练步数必须相同：商定步数，取最小的。""",
+而 rank 1 已经退出循环。所有 rank 的训练步数必须相同：先约定步数，取各 rank 的最小值。""",
     ),
     13: Text(
         title="梯度累积",

@@ -172,10 +172,7 @@ Save the weights once, in one file, so that a program without DDP can load them 
 What you see: loading fails, because keys are missing. And once that is mended, look who writes.""",
         hint="""\
 Print the keys of ddp.state_dict(). Then: which rank writes, and how do the others know when?""",
-        page=(
-            "elastic.md",
-            "Who saves, what goes into a checkpoint, and what happens after a failure?",
-        ),
+        page=("03_mnmc_ddp_launch.md", "Saving and exit"),
         why="""\
 The state of a DDP object has keys that begin with "module.": save the model inside. One rank
 writes; if several write one file, it may be damaged. A barrier lets the others read only what is
