@@ -130,13 +130,14 @@ def show_output(ranks):
 
 def refuse_what_did_not_end(result, ranks, program, may_fail):
     source = Path(program).read_text().splitlines()
-    places = say("; ", "；").join(where(rank, source) for rank in ranks)
     if result == "hangs":
+        places = say("; ", "；").join(where(rank, source) for rank in ranks)
         refuse(
             f"The ranks wait for each other forever: {places}.",
             f"各 rank 一直在互相等待：{places}。",
         )
     if result == "limit":
+        places = say("; ", "；").join(where(rank, source, "is", "运行") for rank in ranks)
         refuse(
             f"The program did not end within the time limit: {places}.",
             f"程序在时限内没有结束：{places}。",
@@ -145,7 +146,9 @@ def refuse_what_did_not_end(result, ranks, program, may_fail):
         failed = [rank for rank in ranks if rank.exit_code != 0 and not rank.waits]
         rank = min(failed, key=lost_another, default=ranks[0])
         if lost_another(rank):
-            others = "; ".join(where(other, source) for other in ranks if other is not rank)
+            others = say("; ", "；").join(
+                where(other, source) for other in ranks if other is not rank
+            )
             refuse(
                 f"Rank {rank.rank} waited for another rank in {line_of(rank, source)}, but"
                 f" {others}.",
@@ -166,15 +169,17 @@ def line_of(rank, source):
     return say(f"line {rank.line}, `{text}`", f"第 {rank.line} 行 `{text}`")
 
 
-def where(rank, source):
+def where(rank, source, verb="waits", chinese_verb="等待"):
     """Return in which line a rank waits, failed or ended."""
     line = line_of(rank, source)
     if rank.waits:
-        return say(f"rank {rank.rank} waits in {line}", f"rank {rank.rank} 在{line} 等待")
+        return say(
+            f"rank {rank.rank} {verb} in {line}", f"rank {rank.rank} 在{line} {chinese_verb}"
+        )
     if rank.error:
         kind, message = rank.error
-        message = re.sub(r"\[\S+\.cc:\d+\] ", "", message)
-        message = textwrap.shorten(message, 160, placeholder=" ...").rstrip(".:")
+        message = re.sub(r"\[\S+\.cc:\d+\] ", "", message).strip().rstrip(".:")
+        message = textwrap.shorten(message, 160, placeholder=" ...")
         error = f"{kind}: {message}" if message else kind
         return say(f"rank {rank.rank}, {line}: {error}", f"rank {rank.rank}，{line}：{error}")
     if rank.exit_code is None:
@@ -242,8 +247,9 @@ def variable(rank, name):
         return pickle.loads(rank.variables[name])
     except Exception:
         return refuse(
-            f"I expected a variable `{name}` at the end of the program: please keep the name.",
-            f"程序结束时应该有变量 `{name}`：请保留这个变量名。",
+            f"I expected a variable `{name}` at the end of the program: please keep the name, and"
+            " do not move it into a function.",
+            f"程序结束时应该有变量 `{name}`：请保留这个变量名，也不要把它放进函数。",
         )
 
 
@@ -321,6 +327,11 @@ def refuse_repeated_images(ranks, count):
     parts = [set(images(rank)) for rank in ranks]
     numbers = [number for rank in ranks for number in images(rank)]
     refuse_unknown_images(numbers)
+    if not numbers:
+        refuse(
+            "I see no image that is trained: call the model with the images.",
+            "没有看到用图像训练：应该用图像调用模型。",
+        )
     if all(len(part) == count for part in parts):
         refuse(
             f"Each rank trained on all {count} images, so each image was trained on every rank.",

@@ -310,6 +310,8 @@ def run_rank(program, rank, environment, folder, connection):
             exec(source, module.__dict__)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code)
     except BaseException as error:
         code = 1
         recorder.fail(error)

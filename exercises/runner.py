@@ -99,13 +99,12 @@ def run(program, setup, folder, limit=LIMIT):
     size = len(setup.local_ranks)
     ranks = [Rank(program, rank, setup, port, folder) for rank in range(size)]
     try:
-        result = watch(ranks, limit)
-        for rank in ranks:
-            rank.stop()
+        return watch(ranks, limit)
     finally:
         for rank in ranks:
+            rank.stop()
+        for rank in ranks:
             rank.end()
-    return result
 
 
 def watch(ranks, limit):

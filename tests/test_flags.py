@@ -57,7 +57,10 @@ from tools import prepare_imagenet
 
 # Scripts that take the same flags from one parser. A group has the flags that all its scripts have.
 GROUPS = {"01 to 05": [*SCRIPTS, "07_fsdp.py"], "03 to 05": [*SCRIPTS[2:], "07_fsdp.py"]}
-FOLDERS = ("template", "launch", "tools", "tools/bench", "tools/lab", "tools/book", "tools/mutants")
+FOLDERS = (
+    *("exercises", "template", "launch"),
+    *("tools", "tools/bench", "tools/lab", "tools/book", "tools/mutants"),
+)
 
 # Flags without a test, and why: (script, flag), where * stands for all flags of the script.
 BENCHMARK = "a maintainer's benchmark: its flags choose what is measured, and a slow test runs it"

@@ -1,0 +1,56 @@
+"""Mends of exercise 1, right and wrong."""
+
+LOADER = "loader = DataLoader(dataset, batch_size=32, shuffle=True)"
+LOOP = "for step, (batch, labels) in enumerate(loader):\n"
+IMPORT = "from torch.utils.data import DataLoader, TensorDataset"
+
+RIGHT = {
+    "every second image": [
+        (LOADER, "loader = DataLoader(dataset, batch_size=32, sampler=range(rank, 256, 2))")
+    ],
+    "slices of the tensors": [
+        (
+            "dataset = TensorDataset(images, targets)",
+            "dataset = TensorDataset(images[rank::2], targets[rank::2])",
+        )
+    ],
+    "a random split, and one name for the model and DDP": [
+        (IMPORT, "from torch.utils.data import DataLoader, TensorDataset, random_split"),
+        ("ddp = DistributedDataParallel(model)", "model = DistributedDataParallel(model)"),
+        ("ddp(batch)", "model(batch)"),
+        (
+            LOADER,
+            "part = random_split(dataset, [128, 128])[rank]  # all ranks draw the same split\n"
+            "loader = DataLoader(part, batch_size=32, shuffle=True, num_workers=2)",
+        ),
+    ],
+}
+
+WRONG = {
+    "half the batch size": (
+        [(LOADER, "loader = DataLoader(dataset, batch_size=16, shuffle=True)")],
+        "Each rank trained on all 256 images",
+    ),
+    "half the steps, in another order on each rank": (
+        [
+            (LOADER, f"torch.manual_seed(rank)\n{LOADER}"),
+            (LOOP, f"{LOOP}    if step == 4:\n        break\n"),
+        ],
+        "images were trained on several ranks",
+    ),
+    "the sampler of rank 0 on both ranks": (
+        [
+            (IMPORT, "from torch.utils.data import DataLoader, DistributedSampler, TensorDataset"),
+            (
+                LOADER,
+                "sampler = DistributedSampler(dataset, num_replicas=2, rank=0)\n"
+                "loader = DataLoader(dataset, batch_size=32, sampler=sampler)",
+            ),
+        ],
+        "together they saw 50% of the training set",
+    ),
+    "a rank reads all images, and trains on half of each batch": (
+        [(LOOP, f"{LOOP}    batch, labels = batch[rank::2], labels[rank::2]\n")],
+        "trained on 128 images, but read 256",
+    ),
+}

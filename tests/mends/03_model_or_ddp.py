@@ -1,0 +1,46 @@
+"""Mends of exercise 3, right and wrong."""
+
+FORWARD = "model(batch)"
+BACKWARD = "    loss.backward()\n"
+LOADER = "loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))"
+
+RIGHT = {
+    "one name for the model and DDP": [
+        ("ddp = DistributedDataParallel(model)", "model = DistributedDataParallel(model)"),
+        ("model.weight", "model.module.weight"),
+    ],
+    "gradients averaged by hand": [
+        ("ddp = DistributedDataParallel(model)\n", ""),
+        (
+            BACKWARD,
+            f"{BACKWARD}    for parameter in model.parameters():\n"
+            "        dist.all_reduce(parameter.grad)\n"
+            "        parameter.grad /= dist.get_world_size()\n",
+        ),
+    ],
+}
+
+WRONG = {
+    "the model inside": (
+        [(FORWARD, "ddp.module(batch)")],
+        "After training step 1, the weights of the ranks differ",
+    ),
+    "all images on both ranks": (
+        [(LOADER, "loader = DataLoader(dataset, batch_size=32)")],
+        "Each rank trained on all 256 images",
+    ),
+    "gradients summed": (
+        [
+            (
+                BACKWARD,
+                f"{BACKWARD}    for parameter in model.parameters():\n"
+                "        dist.all_reduce(parameter.grad)\n",
+            )
+        ],
+        "not those of one process",
+    ),
+    "the weights of rank 0 at the end": (
+        [('print(f"the', 'dist.broadcast(model.weight.data, src=0)\nprint(f"the')],
+        "After training step 1, the weights of the ranks differ",
+    ),
+}

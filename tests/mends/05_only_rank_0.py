@@ -1,0 +1,44 @@
+"""Mends of exercise 5, right and wrong."""
+
+REDUCE = "    dist.all_reduce(correct)\n"
+PRINT = '    print(f"{correct.item()} of {len(images)} answers are correct")\n'
+MINE = "mine = range(rank, len(images), world_size)"
+IF = "if rank == 0:\n"
+
+RIGHT = {
+    "reduce to rank 0": [
+        (REDUCE, ""),
+        (IF, f"dist.reduce(correct, dst=0)\n{IF}"),
+    ],
+    "rank 1 calls it too, and the barrier is left out": [
+        (PRINT, f"{PRINT}else:\n{REDUCE}"),
+        ("dist.barrier()  # the real program would train on\n", ""),
+    ],
+    "numbers gathered as objects": [
+        (REDUCE, ""),
+        (
+            IF,
+            f"counts = [None] * world_size\ndist.all_gather_object(counts, correct.item())\n{IF}",
+        ),
+        ("{correct.item()}", "{sum(counts)}"),
+    ],
+}
+
+WRONG = {
+    "no collective": (
+        [(REDUCE, "")],
+        "the answers of rank 0 alone; both ranks together have 27",
+    ),
+    "a barrier before it": (
+        [(IF, f"dist.barrier()\n{IF}")],
+        "The ranks wait for each other forever: rank 0 waits in line 28, `dist.all_reduce",
+    ),
+    "no barrier": (
+        [("dist.barrier()  # the real program would train on\n", "")],
+        "Rank 0 waited for another rank in line 27, `dist.all_reduce(correct)`, but rank 1 has",
+    ),
+    "all images on each rank": (
+        [(MINE, "mine = range(len(images))"), (REDUCE, "")],
+        "Rank 0 evaluated 100 images and rank 1 100",
+    ),
+}

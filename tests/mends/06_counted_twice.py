@@ -1,0 +1,53 @@
+"""Mends of exercise 6, right and wrong."""
+
+SAMPLER = "sampler = DistributedSampler(dataset, shuffle=False)"
+LOADER = "loader = DataLoader(dataset, batch_size=16, sampler=sampler)"
+DATASET = "dataset = TensorDataset(images, targets)"
+COUNT = """\
+        correct += (model(batch).argmax(dim=1) == labels).sum()
+        total += len(labels)
+"""
+TOTAL = "dist.all_reduce(total)\n"
+
+RIGHT = {
+    "tensors of this rank": [
+        (
+            DATASET,
+            "mine = range(rank, len(images), world_size)\n"
+            "dataset = TensorDataset(images[mine], targets[mine])",
+        ),
+        (f"{SAMPLER}\n{LOADER}", "loader = DataLoader(dataset, batch_size=16)"),
+    ],
+    "the sampler without the repeated image": [
+        (SAMPLER, f"{SAMPLER}\nsampler = list(sampler)[: len(dataset) - 51 * rank]")
+    ],
+    "the repeated image does not count": [
+        (SAMPLER, f"{SAMPLER}\nleft = len(range(rank, len(dataset), world_size))"),
+        (
+            COUNT,
+            "        right = (model(batch).argmax(dim=1) == labels)[:left]\n"
+            "        left -= len(right)\n"
+            "        correct += right.sum()\n"
+            "        total += len(right)\n",
+        ),
+    ],
+}
+
+WRONG = {
+    "drop_last": (
+        [("shuffle=False", "shuffle=False, drop_last=True")],
+        "1 of 101 images were not evaluated",
+    ),
+    "the number of images, whatever was counted": (
+        [(TOTAL, "total = torch.tensor(len(dataset))\n")],
+        "image 0 was evaluated twice",
+    ),
+    "all images on rank 0": (
+        [(SAMPLER, "sampler = range(len(dataset)) if rank == 0 else []")],
+        "Rank 0 evaluated 101 images and rank 1 0",
+    ),
+    "all images on both ranks": (
+        [(SAMPLER, "sampler = range(len(dataset))"), ("dist.all_reduce(correct)\n", "")],
+        "Each rank evaluated all 101 images",
+    ),
+}

@@ -1,0 +1,43 @@
+"""Mends of exercise 8, right and wrong."""
+
+LR = "lr=LR * world_size"
+LOADER = "loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)"
+SHARE = "loader = DataLoader(dataset, batch_size=BATCH_SIZE // world_size, sampler=sampler)"
+SAMPLER = "sampler = DistributedSampler(dataset)"
+WORLD_SIZE = "world_size = dist.get_world_size()\n"
+
+RIGHT = {
+    "the batch size of a process at the top": [
+        (WORLD_SIZE, f"{WORLD_SIZE}BATCH_SIZE //= world_size\n"),
+        (LR, "lr=LR"),
+    ],
+    "global batches, of which each rank takes its part": [
+        (
+            f"{SAMPLER}\n{LOADER}",
+            "order = torch.randperm(len(dataset)).tolist()  # alike on all ranks\n"
+            "starts = range(0, len(dataset), BATCH_SIZE)\n"
+            "batches = [order[i : i + BATCH_SIZE][dist.get_rank() :: world_size] for i in starts]\n"
+            "loader = DataLoader(dataset, batch_sampler=batches)",
+        ),
+        (LR, "lr=LR"),
+    ],
+}
+
+WRONG = {
+    "only the learning rate": (
+        [(LR, "lr=LR")],
+        "With 2 processes, a training step had 192 images instead of 96",
+    ),
+    "only the batch size": (
+        [(LOADER, SHARE)],
+        "With 2 processes, the learning rate was 1 instead of 0.5",
+    ),
+    "the batch size of two processes": (
+        [(LOADER, SHARE.replace("world_size", "2")), (LR, "lr=LR")],
+        "With 3 processes, a training step had 144 images instead of 96",
+    ),
+    "without a sampler": (
+        [(LOADER, SHARE.replace("sampler=sampler", "shuffle=True")), (LR, "lr=LR")],
+        "Each rank trained on all 768 images",
+    ),
+}

@@ -1,0 +1,41 @@
+"""Mends of exercise 10, right and wrong."""
+
+EVAL = "model.eval()\n"
+FORWARD = "model(images[mine])"
+LOADER = "loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))"
+
+RIGHT = {
+    "evaluate the DDP object, which copies the statistics": [(FORWARD, "ddp(images[mine])")],
+    "the mean of the statistics": [
+        (
+            EVAL,
+            f"{EVAL}for buffer in model.buffers():\n"
+            "    dist.all_reduce(buffer)\n"
+            "    buffer.copy_(buffer / world_size)\n",
+        )
+    ],
+    "the state of rank 0 as an object": [
+        (
+            EVAL,
+            f"{EVAL}state = [model.state_dict()]\n"
+            "dist.broadcast_object_list(state, src=0)\n"
+            "model.load_state_dict(state[0])\n",
+        )
+    ],
+}
+
+WRONG = {
+    "statistics of the batch": ([(EVAL, "")], "expected model.eval()"),
+    "only the mean": (
+        [(EVAL, f"{EVAL}dist.broadcast(model[0].running_mean, src=0)\n")],
+        "the running_var of the first pixel is",
+    ),
+    "statistics summed": (
+        [(EVAL, f"{EVAL}for buffer in model.buffers():\n    dist.all_reduce(buffer)\n")],
+        "but not one that the training has collected",
+    ),
+    "all ranks train on the same images": (
+        [(LOADER, "loader = DataLoader(dataset, batch_size=32)")],
+        "Each rank trained on all 256 images",
+    ),
+}

@@ -1,0 +1,62 @@
+"""Mends of exercise 11, right and wrong."""
+
+SAVE = "torch.save(ddp.state_dict(), path)\n"
+LOAD = "loaded.load_state_dict(torch.load(path))"
+
+RIGHT = {
+    "the keys without their prefix": [
+        (
+            SAVE,
+            "state = ddp.state_dict()\n"
+            'nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")\n'
+            "if rank == 0:\n"
+            "    torch.save(state, path)\n"
+            "dist.barrier()\n",
+        )
+    ],
+    "a checkpoint in an open file, and a message": [
+        (
+            SAVE,
+            "if rank == 0:\n"
+            '    with open(path, "wb") as file:\n'
+            '        torch.save({"model": model.state_dict()}, file)\n'
+            "done = torch.ones(1)\n"
+            "dist.broadcast(done, src=0)\n",
+        ),
+        (LOAD, 'loaded.load_state_dict(torch.load(path)["model"])'),
+    ],
+}
+
+WRONG = {
+    "the model, but from both ranks": (
+        [(SAVE, "torch.save(ddp.module.state_dict(), path)\n")],
+        "Both ranks wrote a file",
+    ),
+    "the prefix is removed by the reader": (
+        [
+            (SAVE, f"if rank == 0:\n    {SAVE}dist.barrier()\n"),
+            (
+                LOAD,
+                'loaded.load_state_dict({k.removeprefix("module."): v for k, v in'
+                " torch.load(path).items()})",
+            ),
+        ],
+        "The file has the keys of a DDP object, such as `module.weight`",
+    ),
+    "no barrier": (
+        [(SAVE, "if rank == 0:\n    torch.save(model.state_dict(), path)\n")],
+        "rank 1, line 26, `loaded.load_state_dict(torch.load(path))`: FileNotFoundError",
+    ),
+    "a second of sleep in place of a barrier": (
+        [
+            (
+                SAVE,
+                "import time\n\n"
+                "if rank == 0:\n"
+                "    torch.save(model.state_dict(), path)\n"
+                "time.sleep(1)\n",
+            )
+        ],
+        "nothing told it that rank 0 had written it",
+    ),
+}
