@@ -197,7 +197,7 @@ DDP 在每次反向传播中都对梯度求平均。在 ddp.no_sync() 里，DDP 
     14: Text(
         title="梯度裁剪",
         task="""\
-自己写代码对梯度求平均，把梯度的范数裁剪到 0.1，再训练。
+自己写代码对梯度求平均，把梯度的范数裁剪到 0.6，再训练。
 
 两个 rank 训练的结果，应该与单进程用这两份图像训练的结果相同。
 
@@ -248,7 +248,8 @@ torch.manual_seed(epoch) 让所有 rank 的随机种子相同。由 epoch 和 ra
         task="""\
 集群向其中一个进程发送信号时，让训练正常停止。
 
-所有 rank 应该在同一步之后停止，而且在收到信号后尽快停止。
+所有 rank 应该在同一步之后停止，而且在收到信号后尽快停止。check.py 会运行三次：
+向 rank 1 发送信号，向 rank 0 发送信号，以及不发送信号。
 
 现象：rank 1 在第 5 步之后停止，rank 0 没有停，程序一直不结束。""",
         hint="""\
@@ -282,7 +283,7 @@ torch.manual_seed(epoch) 让所有 rank 的随机种子相同。由 epoch 和 ra
 所有 rank 都应该从 rank 0 的权重开始；反向传播之后，每个梯度都应该是所有 rank 的平均值。
 这样，权重应该与 torch 的 DDP 逐位相同。
 
-现象：各 rank 的初始权重不同，而且各训各的模型。""",
+不报错。check.py 查出的问题：各 rank 的初始权重不同，而且各训各的模型。""",
         hint="""\
 torch.distributed 有一个集合通信操作，把张量从一个 rank 复制到所有 rank；
 还有一个，把张量在所有 rank 上求和。两者都就地修改张量。""",
@@ -299,7 +300,7 @@ torch.distributed 有一个集合通信操作，把张量从一个 rank 复制�
 每个参数的 hook 应该启动一次不等待的 all_reduce（async_op=True）。
 finish_gradients() 应该等待所有 all_reduce 完成。权重应该与 torch 的 DDP 相同。
 
-现象：各 rank 的初始权重相同，但各训各的模型。""",
+不报错。check.py 查出的问题：各 rank 的初始权重相同，但各训各的模型。""",
         hint="""\
 parameter.register_post_accumulate_grad_hook(function) 在参数的梯度就绪时调用 function(parameter)。
 dist.all_reduce(..., async_op=True) 返回一个 work，调用 wait() 等它完成。""",
@@ -316,7 +317,7 @@ finish_gradients() 等待所有 work 完成。""",
 每条消息都有固定的开销，所以大量的小消息很慢。模型有 16 个参数张量，
 每个训练步应该有三到四条消息。权重应该与 torch 的 DDP 相同。
 
-现象：各 rank 的初始权重相同，但各训各的模型。""",
+不报错。check.py 查出的问题：各 rank 的初始权重相同，但各训各的模型。""",
         hint="""\
 反向传播时，最后几层的梯度最先就绪：从后往前装 bucket。一个 bucket 的梯度全部就绪后，
 用 torch.cat 拼成一个张量发送，之后再把各部分复制回去。""",
@@ -330,10 +331,10 @@ hook 把整个 bucket 展平成一个张量发送。finish_gradients() 把结果
         task="""\
 切分优化器状态：每个 rank 只保存约一半权重的动量。
 
-每个 rank 应该只更新自己的参数，再从更新了其余参数的 rank 得到其余参数。
+每个 rank 应该用 torch 的 SGD 只更新自己的参数，再从更新了其余参数的 rank 得到其余参数。
 权重应该与普通的带动量的 SGD 逐位相同。梯度照常由 DDP 求平均。
 
-现象：程序是对的，但每个 rank 都保存了全部动量。""",
+结果是对的。check.py 查出的问题：每个 rank 都保存了全部动量。""",
         hint="""\
 只把这个 rank 的参数交给 torch 的 SGD，例如前一半。SGD 更新之后，
 每个参数由更新它的 rank 广播。""",

@@ -186,7 +186,8 @@ Train for an epoch.
 Rank 0 reads 90 images, rank 1 reads 60 others, in batches of 16. The program should end; some
 images may be left out.
 
-What you see: both ranks print four lines, rank 0 of six, and nothing ends.""",
+What you see: both ranks print four lines, although rank 0 has six batches, and the program never
+ends.""",
         hint="""\
 In each training step, the ranks average their gradients. How many steps does each rank take?""",
         page=("data-loading.md", "Uneven shares"),
@@ -213,7 +214,7 @@ forward pass must be inside too.""",
     14: Text(
         title="Gradient clipping",
         task="""\
-Average the gradients by hand, clip their norm to 0.1, and train.
+Average the gradients by hand, clip their norm to 0.6, and train.
 
 Two ranks should train as one process does with the images of both.
 
@@ -265,9 +266,10 @@ belongs to the state: skip as many batches as there were steps.""",
         task="""\
 Stop cleanly when the cluster sends a signal to one process.
 
-All ranks should stop after the same step, soon after the signal.
+All ranks should stop after the same step, soon after the signal. check.py runs the program three
+times: with a signal for rank 1, with one for rank 0, and without a signal.
 
-What you see: rank 1 stops after step 5, rank 0 does not, and nothing ends.""",
+What you see: rank 1 stops after step 5, rank 0 does not, and the program never ends.""",
         hint="""\
 Only one rank knows of the signal. How do all learn of it, before any of them leaves the loop?""",
         page=("elastic.md", "How all ranks stop at the same step"),
@@ -283,7 +285,7 @@ Train on images of which one is damaged.
 The ranks must not wait for each other forever: either all of them end, and at least one says why
 with an error, or all of them train on, with equal weights.
 
-What you see: rank 1 skips a batch, rank 0 does not, and nothing ends.""",
+What you see: rank 1 skips a batch, rank 0 does not, and the program never ends.""",
         hint="""\
 What the except clause skips has a collective in it. Who waits in the collective?""",
         page=("hangs.md", "Seven hangs"),
@@ -299,7 +301,8 @@ Write what DistributedDataParallel does, in the simplest way.
 All ranks should begin with the weights of rank 0, and after the backward pass each gradient should
 be the mean over all ranks. The weights should then be those of torch's DDP, bit for bit.
 
-What you see: the ranks begin with different weights, and each trains a model of its own.""",
+Nothing fails. What check.py sees: the ranks begin with different weights, and each trains a model
+of its own.""",
         hint="""\
 torch.distributed has a collective that copies a tensor from one rank to all, and one that sums a
 tensor over all ranks. Both change the tensor in place.""",
@@ -316,7 +319,7 @@ Send each gradient as soon as it is complete, while the backward pass computes t
 A hook on each parameter should start an all_reduce that does not wait (async_op=True).
 finish_gradients() should wait for all of them. The weights should be those of torch's DDP.
 
-What you see: the ranks begin equal, but each trains a model of its own.""",
+Nothing fails. What check.py sees: the ranks begin equal, but each trains a model of its own.""",
         hint="""\
 parameter.register_post_accumulate_grad_hook(function) calls function(parameter) when its gradient
 is complete. dist.all_reduce(..., async_op=True) returns a work, which has wait().""",
@@ -333,7 +336,7 @@ Send gradients in buckets of about 40 kB, while the backward pass runs.
 A message has a fixed cost, so many small messages are slow. The model has 16 parameters; expect
 three or four messages per training step. The weights should be those of torch's DDP.
 
-What you see: the ranks begin equal, but each trains a model of its own.""",
+Nothing fails. What check.py sees: the ranks begin equal, but each trains a model of its own.""",
         hint="""\
 The backward pass completes the gradients of the last layers first: fill buckets from the end. When
 all gradients of a bucket are complete, send torch.cat of them; afterwards copy the parts back.""",
@@ -347,11 +350,11 @@ of its bucket; the last one sends them as one flat tensor. finish_gradients() co
         task="""\
 Divide the state of the optimizer: each rank keeps the momentum of about half of the weights.
 
-A rank should update only its own parameters, and get the others from the rank that updated them.
-The weights should be those of an ordinary SGD with momentum, bit for bit. Gradients are averaged
-by DDP as usual.
+A rank should update only its own parameters, with torch's SGD, and get the others from the rank
+that updated them. The weights should be those of an ordinary SGD with momentum, bit for bit.
+Gradients are averaged by DDP as usual.
 
-What you see: the program is right, but every rank keeps all of the momentum.""",
+The result is right. What check.py sees: every rank keeps all of the momentum.""",
         hint="""\
 Give torch's SGD only the parameters of this rank, for example the first half of them. After its
 step, the rank that updated a parameter broadcasts it.""",

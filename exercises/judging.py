@@ -63,8 +63,10 @@ def judge(number, program, answer_language, results, folder):
     runs = [read_records(Path(folder, str(k)), count) for k, count in enumerate(counts)]
     output = show_output(runs[0])
     try:
-        for result, run in zip(results, runs, strict=True):
-            refuse_what_did_not_end(result, run, program, getattr(module, "MAY_FAIL", False))
+        for k, result in enumerate(results):  # none after one that hangs
+            variables = setups(number)[k].environment if k else {}
+            may_fail = getattr(module, "MAY_FAIL", False)
+            refuse_what_did_not_end(result, runs[k], program, may_fail, variables)
         return True, module.check(*runs), output
     except Refused as refused:
         return False, str(refused), output
@@ -128,19 +130,30 @@ def show_output(ranks):
 # Programs that hang or fail
 
 
-def refuse_what_did_not_end(result, ranks, program, may_fail):
+def refuse_what_did_not_end(result, ranks, program, may_fail, variables):
+    """Refuse a program that hangs or fails.
+
+    Args:
+        result: of runner.run().
+        ranks: Records.
+        program: path of the program.
+        may_fail: whether a program that fails may be right.
+        variables: environment variables to mention, for a run that is not the first one.
+    """
     source = Path(program).read_text().splitlines()
+    names = ", ".join(f"{name}={value}" for name, value in variables.items())
+    run = say(f", in the run with {names}", f"（运行时 {names}）") if names else ""
     if result == "hangs":
         places = say("; ", "；").join(where(rank, source) for rank in ranks)
         refuse(
-            f"The ranks wait for each other forever: {places}.",
-            f"各 rank 一直在互相等待：{places}。",
+            f"The ranks wait for each other forever{run}: {places}.",
+            f"各 rank 一直在互相等待{run}：{places}。",
         )
     if result == "limit":
         places = say("; ", "；").join(where(rank, source, "is", "运行") for rank in ranks)
         refuse(
-            f"The program did not end within the time limit: {places}.",
-            f"程序在时限内没有结束：{places}。",
+            f"The program did not end within the time limit{run}: {places}.",
+            f"程序在时限内没有结束{run}：{places}。",
         )
     if result == "failed" and not may_fail:
         failed = [rank for rank in ranks if rank.exit_code != 0 and not rank.waits]
@@ -155,12 +168,12 @@ def refuse_what_did_not_end(result, ranks, program, may_fail):
                 f"rank {rank.rank} 在{line_of(rank, source)} 等待其他 rank，但{others}。",
             )
         text = where(rank, source)
-        refuse(f"The program failed: {text}.", f"程序出错：{text}。")
+        refuse(f"The program failed{run}: {text}.", f"程序出错{run}：{text}。")
 
 
 def lost_another(rank):
     """Return whether a rank failed because another one had failed or ended."""
-    words = ("closed", "reset", "peer", "Broken pipe", "Timed out")
+    words = ("Connection closed", "Connection reset", "likely closed", "Broken pipe", "Timed out")
     return rank.error is not None and any(word in rank.error[1] for word in words)
 
 
@@ -177,10 +190,7 @@ def where(rank, source, verb="waits", chinese_verb="等待"):
             f"rank {rank.rank} {verb} in {line}", f"rank {rank.rank} 在{line} {chinese_verb}"
         )
     if rank.error:
-        kind, message = rank.error
-        message = re.sub(r"\[\S+\.cc:\d+\] ", "", message).strip().rstrip(".:")
-        message = textwrap.shorten(message, 160, placeholder=" ...")
-        error = f"{kind}: {message}" if message else kind
+        error = describe_error(rank)
         return say(f"rank {rank.rank}, {line}: {error}", f"rank {rank.rank}，{line}：{error}")
     if rank.exit_code is None:
         return say(f"rank {rank.rank} was killed", f"rank {rank.rank} 已被杀死")
@@ -188,6 +198,14 @@ def where(rank, source, verb="waits", chinese_verb="等待"):
         f"rank {rank.rank} has ended with exit code {rank.exit_code}",
         f"rank {rank.rank} 已结束，退出码 {rank.exit_code}",
     )
+
+
+def describe_error(rank):
+    """Return the error of a rank in one line."""
+    kind, message = rank.error
+    message = re.sub(r"\[\S+\.cc:\d+\] ", "", message).strip().rstrip(".:")
+    message = textwrap.shorten(message, 160, placeholder=" ...")
+    return f"{kind}: {message}" if message else kind
 
 
 # What a rank did
@@ -398,6 +416,20 @@ def refuse_other_training(ranks, max_norm=None):
 
 def refuse_other_weights(ranks, torch_ranks):
     """Refuse a program whose weights differ by one bit from the program with torch's DDP."""
+    if values(ranks[0], "torch's DDP"):
+        refuse(
+            "The program uses torch's DDP: please write your own.",
+            "程序用了 torch 的 DDP：请自己实现。",
+        )
+    refuse_unfinished_messages(ranks[0])
+    first = [values(rank, "before")[0].weights for rank in ranks if steps(rank)]
+    if len(first) == 2 and not same(*first):
+        refuse("The ranks begin with different weights.", "各 rank 的初始权重不同。")
+    if first and not same(first[0], values(torch_ranks[0], "before")[0].weights):
+        refuse(
+            "The ranks begin with equal weights, but not with those that rank 0 had at first.",
+            "各 rank 的初始权重相同，但不是 rank 0 原来的权重。",
+        )
     if k := first_difference(ranks):
         refuse(
             f"After training step {k}, the weights of the ranks differ.",
@@ -418,29 +450,102 @@ def refuse_other_weights(ranks, torch_ranks):
             f"各 rank 的权重相同，但第 {k} 个训练步之后，与 torch 的 DDP 不同："
             f"最大相差 {size:.2g}。",
         )
+    if values(ranks[0], "old wait"):
+        refuse(
+            "A training step waits again for the messages of the step before: empty the list, else"
+            " it grows with every step.",
+            "一个训练步又在等待上一步的消息：请清空列表，否则它每一步都会变长。",
+        )
 
 
-def refuse_late_messages(rank):
-    """Refuse gradients that are not sent during the backward pass, or that it waits for."""
-    sent = messages(rank, "all_reduce")
+def refuse_late_messages(rank, allowed=0):
+    """Refuse gradients that are not sent during the backward pass, or that it waits for.
+
+    Args:
+        rank: a Record.
+        allowed: messages per training step that may begin after the backward pass.
+    """
+    sent = gradient_messages(rank)
+    if not sent:
+        refuse(
+            "I see no message with gradients: please use functions of torch.distributed.",
+            "没有看到发送梯度的消息：请使用 torch.distributed 的函数。",
+        )
     late = [message for message in sent if not message.in_backward]
-    if late:
+    if len(late) == len(sent) or len(late) > allowed * len(steps(rank)):
         refuse(
-            f"{len(late)} of {len(sent)} all_reduces began after the backward pass.",
-            f"{len(sent)} 次 all_reduce 中有 {len(late)} 次在反向传播之后才开始。",
+            f"{len(late)} of {len(sent)} messages began after the backward pass.",
+            f"{len(sent)} 条消息中，有 {len(late)} 条在反向传播之后才开始。",
         )
-    if any(message.waited for message in sent):
+    if True in values(rank, "wait"):
         refuse(
-            "The backward pass waits in each all_reduce: start it with async_op=True, and wait in"
+            "The backward pass waits for its messages: start each with async_op=True, and wait in"
             " finish_gradients().",
-            "反向传播要等每次 all_reduce 完成：请用 async_op=True 启动，"
-            "再在 finish_gradients() 中等待。",
+            "反向传播要等消息发送完成：请用 async_op=True 启动，再在 finish_gradients() 中等待。",
         )
+    computed, total = sent[0].products, values(rank, "backward")[0]
+    if computed > 0.75 * total:
+        refuse(
+            f"The first message began when the backward pass had computed {computed} of its {total}"
+            " matrix products: send each part as soon as it is complete.",
+            f"第一条消息发出时，反向传播的 {total} 次矩阵乘法已经算完 {computed} 次："
+            "各部分应该一就绪就发送。",
+        )
+
+
+def refuse_unfinished_messages(rank, begin="batch", end="step"):
+    """Refuse a program that sends messages, but does not wait until they have arrived.
+
+    Args:
+        rank: a Record.
+        begin: the events after which messages are sent.
+        end: the events before which they must have arrived.
+    """
+    unfinished = 0  # messages
+    is_between = False  # `begin` and `end`
+    for event in rank.events:
+        if event.kind == end and unfinished > 0:
+            refuse(
+                f"The program sends messages, but does not wait for {unfinished} of them before it"
+                " uses the tensors: they may arrive too late.",
+                f"程序发送了消息，但使用张量之前，没有等待其中的 {unfinished} 条完成："
+                "消息可能来不及到达。",
+            )
+        if event.kind in (begin, end):
+            is_between = event.kind == begin
+            unfinished = 0
+        elif is_between and event.kind == "message":
+            unfinished += 1
+        elif is_between and event.kind == "wait":
+            unfinished -= 1
+
+
+def refuse_unequal_messages(ranks):
+    """Refuse ranks of which one has called a collective more often than the other."""
+    counts = [len(messages(rank)) for rank in ranks]
+    if counts[0] != counts[1]:
+        refuse(
+            f"Rank 0 called {counts[0]} collectives, rank 1 called {counts[1]}: one rank stopped"
+            " waiting only because the other one had ended.",
+            f"rank 0 调用了 {counts[0]} 次集合通信操作，rank 1 调用了 {counts[1]} 次："
+            "一个 rank 不再等待，只是因为另一个已经结束。",
+        )
+
+
+def gradient_messages(rank):
+    """Return the Messages of a rank after its first forward pass.
+
+    Without broadcasts: torch's DDP sends some before the second step, when it divides buckets anew.
+    """
+    kinds = [event.kind for event in rank.events]
+    events = rank.events[kinds.index("batch") :] if "batch" in kinds else []
+    sent = [event.value for event in events if event.kind == "message"]
+    return [message for message in sent if message.name not in ("broadcast", "barrier")]
 
 
 def sent_per_step(rank):
-    """Return how many all_reduces a rank called per training step, and of how many bytes."""
-    sent = messages(rank, "all_reduce")
+    """Return how many messages a rank sent per training step, and of how many bytes."""
+    sent = gradient_messages(rank)
     count = len(steps(rank))
     size = sum(message.size for message in sent) / count
     return say(

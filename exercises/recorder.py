@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import Work
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
@@ -51,7 +52,7 @@ COLLECTIVES = {
 class Event(NamedTuple):
     """Something that a rank did."""
 
-    kind: str  # "batch", "message", "before", "step", "read", "dropout", "save", "load", ...
+    kind: str  # "batch", "message", "before", "step", "wait", "dropout", "save", "load", ...
     line: int  # of the program
     value: Any
 
@@ -60,10 +61,9 @@ class Message(NamedTuple):
     """A collective that a rank has called."""
 
     name: str  # as people write it: "all_reduce"
-    tensors: list  # elements of each tensor
-    size: int  # bytes of all tensors
+    size: int  # bytes of the tensors that this rank gives
     in_backward: bool  # called while the backward pass ran
-    waited: bool  # the call returned when the collective was complete
+    products: int  # matrix products that the backward pass had computed
 
 
 class Step(NamedTuple):
@@ -108,6 +108,9 @@ class Recorder(TorchDispatchMode):
         self.program = str(program)
         self.record = Record(rank)
         self.in_backward = False
+        self.products = 0  # matrix products of the backward pass that runs, or ran last
+        self.works = set()  # collectives that the program has waited for
+        self.old_works = set()  # those before the last training step
         self.depth = 0  # of the modules whose forward pass runs
         self.thread = threading.get_ident()
 
@@ -124,19 +127,19 @@ class Recorder(TorchDispatchMode):
         namespace, _, name = func.name().partition("::")
         if namespace == "c10d" and name in COLLECTIVES:
             self.add_message(name, args)
+        if self.in_backward and func.name() in ("aten::mm", "aten::addmm", "aten::bmm"):
+            self.products += 1
         result = func(*args, **(kwargs or {}))
         if func.name() == "aten::randn" and self.record.data is None and result.dim() > 1:
             self.record.data = result.clone()
         return result
 
     def add_message(self, name, args):
-        # A barrier has a tensor that nobody sends.
-        tensors = [] if name == "barrier" else [x for x in tree_leaves(args) if is_data(x)]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        elements = [tensor.numel() for tensor in tensors]
-        waited = False in [x for x in args if isinstance(x, bool)]  # async_op=False
-        message = Message(COLLECTIVES[name], elements, size, self.in_backward, waited)
-        self.add("message", message)
+        tensors = []
+        for arg in args:  # all_reduce has one list of tensors, all_gather its inputs at the end
+            tensors = [x for x in tree_leaves(arg) if is_data(x)] or tensors
+        size = 0 if name == "barrier" else sum(tensor.nbytes for tensor in tensors)
+        self.add("message", Message(COLLECTIVES[name], size, self.in_backward, self.products))
 
     # What torch calls
 
@@ -146,11 +149,14 @@ class Recorder(TorchDispatchMode):
         register_optimizer_step_post_hook(lambda optimizer, *_: self.add_step("step", optimizer))
         register_module_forward_pre_hook(self.before_forward)
         register_module_forward_hook(self.after_forward, always_call=True)
-        replace(torch.Tensor, "backward", self.backward)
+        replace(torch.autograd, "backward", self.backward)  # which loss.backward() calls
         replace(TensorDataset, "__getitem__", self.read_image)
-        replace(DataLoader, "__iter__", self.begin_epoch)
+        replace(DataLoader, "__iter__", self.begin_loader)
+        for waiting, name in ((Work, "wait"), (Work, "is_completed"), (torch._C.Future, "wait")):
+            replace(waiting, name, self.wait)
         replace(torch, "save", self.save)
         replace(torch, "load", self.load)
+        replace(os, "kill", self.kill)
 
     def add_step(self, kind, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -160,8 +166,11 @@ class Recorder(TorchDispatchMode):
         state = [x for x in tree_leaves(list(optimizer.state.values())) if is_data(x)]
         state_bytes = sum(x.numel() * x.element_size() for x in state)
         self.add(kind, Step(weights, gradients, lr, state_bytes))
+        self.old_works |= self.works
 
     def before_forward(self, module, inputs):
+        if isinstance(module, DistributedDataParallel):
+            self.add("torch's DDP")
         if self.depth == 0 and inputs and is_data(inputs[0]):
             self.add("batch", (inputs[0].detach().clone(), torch.is_grad_enabled()))
         self.depth += 1
@@ -177,19 +186,35 @@ class Recorder(TorchDispatchMode):
 
     def backward(self, real, *args, **kwargs):
         self.in_backward = True
+        self.products = 0
         try:
             return real(*args, **kwargs)
         finally:
             self.in_backward = False
+            self.add("backward", self.products)
+
+    def begin_loader(self, real, loader):
+        self.add("loader")
+        loader.num_workers = 0  # workers of a process with these threads would hang
+        return real(loader)
+
+    def wait(self, real, work, *args):
+        """Note that the program has waited until a collective was complete."""
+        result = real(work, *args)
+        if result is not False:  # of is_completed()
+            self.add("old wait" if work in self.old_works else "wait", self.in_backward)
+            self.works.add(work)
+        return result
+
+    def kill(self, real, pid, number):
+        if pid == os.getpid():
+            self.add("signal", number)
+        return real(pid, number)
 
     def read_image(self, real, dataset, index):
         if isinstance(index, int):  # as a DataLoader asks for it
             self.add("read", index)
         return real(dataset, index)
-
-    def begin_epoch(self, real, loader):
-        loader.num_workers = 0  # workers of a process with these threads would hang
-        return real(loader)
 
     def save(self, real, value, file, *args, **kwargs):
         if not is_file(file):
@@ -235,12 +260,19 @@ class Recorder(TorchDispatchMode):
 
     def fail(self, error):
         """Keep the exception that ended the program, and its line."""
-        self.record.error = (type(error).__name__, str(error))
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == self.program]
+        frames = [frame for frame in frames if frame.filename == self.program]
+        lines = [frame.lineno for frame in frames]
         if isinstance(error, SyntaxError) and error.filename == self.program:
             lines.append(error.lineno)
         self.record.line = lines[-1] if lines else 0
+        message = str(error)
+        if isinstance(error, AssertionError) and not message and frames:
+            message = frames[-1].line
+        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if cause:
+            message += f" (after {type(cause).__name__}: {cause})"
+        self.record.error = (type(error).__name__, message)
         print(f"line {self.record.line}:", *traceback.format_exception_only(error), sep="\n")
 
 
@@ -273,6 +305,9 @@ def replace(owner, name, function):
     setattr(owner, name, wrapper)
 
 
+exit_process = os._exit  # the program's os._exit() also writes the record
+
+
 def run_rank(program, rank, environment, folder, connection):
     """Run the program as rank `rank`: called in a new process.
 
@@ -280,6 +315,9 @@ def run_rank(program, rank, environment, folder, connection):
     to `folder` at the end. If the connection says "stop", or ends, the process ends.
     """
     os.environ.update(environment)
+    later = int(os.environ.get("LATER", 0))
+    replace(time, "time", lambda real: real() + later)
+    os.setpgrp()  # a signal for the group of this process does not reach check.py
     os.chdir(folder)  # a program may save files
     torch.set_num_threads(1)
     torch.seed()  # else all ranks would go on with the random numbers of the server process
@@ -303,6 +341,18 @@ def run_rank(program, rank, environment, folder, connection):
     sys.modules["__main__"] = module
     sys.argv = [str(program)]
     sys.path.insert(0, os.path.dirname(program))
+    pid = os.getpid()
+
+    def leave(code):
+        if os.getpid() != pid:  # in a worker of a DataLoader
+            exit_process(code)
+        recorder.record.exit_code = code
+        with end:
+            recorder.finish(module)
+            write(recorder, folder)
+            exit_process(code)
+
+    os._exit = leave
     code = 0
     try:
         source = compile(program.read_text(), str(program), "exec")
@@ -315,11 +365,7 @@ def run_rank(program, rank, environment, folder, connection):
     except BaseException as error:
         code = 1
         recorder.fail(error)
-    recorder.record.exit_code = code
-    with end:
-        recorder.finish(module)
-        write(recorder, folder)
-        os._exit(code)
+    leave(code)
 
 
 def report(recorder, folder, connection, end):
@@ -335,7 +381,7 @@ def report(recorder, folder, connection, end):
         recorder.record.waits = True
         recorder.finish(sys.modules["__main__"])
         write(recorder, folder)
-        os._exit(1)
+        exit_process(1)
 
 
 def write(recorder, folder):

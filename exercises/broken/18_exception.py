@@ -3,7 +3,7 @@
 The ranks must not wait for each other forever: either all of them end, and at least one says why
 with an error, or all of them train on, with equal weights.
 
-What you see: rank 1 skips a batch, rank 0 does not, and nothing ends.
+What you see: rank 1 skips a batch, rank 0 does not, and the program never ends.
 """
 
 import torch
@@ -17,7 +17,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 images = torch.randn(256, 16)
 targets = images[:, :4].argmax(dim=1)
-images[100] = float("nan")  # a damaged image
+images[48] = float("nan")  # a damaged image
 dataset = TensorDataset(images, targets)
 
 model = nn.Linear(16, 4)

@@ -3,7 +3,7 @@
 A hook on each parameter should start an all_reduce that does not wait (async_op=True).
 finish_gradients() should wait for all of them. The weights should be those of torch's DDP.
 
-What you see: the ranks begin equal, but each trains a model of its own.
+Nothing fails. What check.py sees: the ranks begin equal, but each trains a model of its own.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """Divide the state of the optimizer: each rank keeps the momentum of about half of the weights.
 
-A rank should update only its own parameters, and get the others from the rank that updated them.
-The weights should be those of an ordinary SGD with momentum, bit for bit. Gradients are averaged
-by DDP as usual.
+A rank should update only its own parameters, with torch's SGD, and get the others from the rank
+that updated them. The weights should be those of an ordinary SGD with momentum, bit for bit.
+Gradients are averaged by DDP as usual.
 
-What you see: the program is right, but every rank keeps all of the momentum.
+The result is right. What check.py sees: every rank keeps all of the momentum.
 """
 
 import torch

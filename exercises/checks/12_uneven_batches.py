@@ -1,6 +1,16 @@
 """The program must end, with the ranks equal and most images trained."""
 
-from exercises.judging import first_difference, images, refuse, say, steps
+from exercises.judging import (
+    first_difference,
+    images,
+    refuse,
+    refuse_unequal_messages,
+    same,
+    say,
+    steps,
+    variable,
+    weights_of,
+)
 
 
 def check(ranks):
@@ -11,15 +21,29 @@ def check(ranks):
             f"After training step {k}, the weights of the ranks differ.",
             f"第 {k} 个训练步之后，各 rank 的权重不同。",
         )
-    numbers = [number for rank in ranks for number in images(rank)]
-    if len(set(numbers)) < 120:
+    counts = [len(steps(rank)) for rank in ranks]
+    if not same(*[weights_of(variable(rank, "model")) for rank in ranks]):
         refuse(
-            f"Only {len(set(numbers))} of 150 images were trained: both ranks have at least 60.",
-            f"150 张图像只用了 {len(set(numbers))} 张：每个 rank 至少有 60 张。",
+            f"The ranks took {counts[0]} and {counts[1]} training steps, and end with different"
+            " weights.",
+            f"两个 rank 分别训练了 {counts[0]} 步和 {counts[1]} 步，最后的权重不同。",
+        )
+    refuse_unequal_messages(ranks)
+    parts = [set(images(rank)) - {-1} for rank in ranks]  # a mend may add empty images
+    if len(both := parts[0] & parts[1]) > 10:  # a DistributedSampler may repeat one
+        refuse(
+            f"{len(both)} images were trained on both ranks: the images of a rank are its own.",
+            f"有 {len(both)} 张图像，两个 rank 都用了：每个 rank 的图像应该只归自己。",
+        )
+    used = len(parts[0] | parts[1])
+    if used < 120:
+        refuse(
+            f"Only {used} of 150 images were trained: both ranks have at least 60.",
+            f"150 张图像只用了 {used} 张：每个 rank 至少有 60 张。",
         )
     return say(
-        f"the ranks took {len(steps(ranks[0]))} and {len(steps(ranks[1]))} training steps, with"
-        f" {len(set(numbers))} of 150 images.",
-        f"两个 rank 分别训练了 {len(steps(ranks[0]))} 步和 {len(steps(ranks[1]))} 步，"
-        f"用了 150 张图像中的 {len(set(numbers))} 张。",
+        f"the ranks took {counts[0]} and {counts[1]} training steps, with {used} of 150 images, and"
+        " end with equal weights.",
+        f"两个 rank 分别训练了 {counts[0]} 步和 {counts[1]} 步，用了 150 张图像中的 {used} 张，"
+        "最后的权重相同。",
     )

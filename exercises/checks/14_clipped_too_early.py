@@ -2,12 +2,13 @@
 
 from exercises.judging import refuse, refuse_other_training, say, steps
 
-MAX_NORM = 0.1
+MAX_NORM = 0.6  # the last mean gradient is smaller, so that a sum would be noticed
 
 
 def check(ranks):
     for k, step in enumerate(steps(ranks[0]), 1):
-        norm = sum(float(gradient.square().sum()) for gradient in step.gradients) ** 0.5
+        gradients = [gradient for gradient in step.gradients if gradient is not None]
+        norm = sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
         if norm > MAX_NORM * 1.001:
             refuse(
                 f"In training step {k}, the optimizer got a gradient with norm {norm:.3f}, more"

@@ -2,10 +2,18 @@
 
 from itertools import combinations
 
-from exercises.judging import refuse, refuse_repeated_run, same, say, values
-from exercises.runner import Setup
+from exercises.judging import (
+    first_difference,
+    images,
+    refuse,
+    refuse_repeated_run,
+    refuse_unknown_images,
+    say,
+    values,
+)
+from exercises.runner import LATER, Setup
 
-SETUPS = [Setup(), Setup()]
+SETUPS = [Setup(), LATER]
 EPOCHS = 2
 
 
@@ -13,9 +21,11 @@ def check(ranks, again):
     masks = [values(rank, "dropout") for rank in ranks]
     if not all(masks) or any(len(of_rank) % EPOCHS for of_rank in masks):
         refuse(
-            f"I expected dropout in each step of {EPOCHS} epochs.",
-            f"{EPOCHS} 个 epoch 的每一步都应该用到 dropout。",
+            f"I expected an nn.Dropout in each step of {EPOCHS} epochs.",
+            f"{EPOCHS} 个 epoch 的每一步都应该用到 nn.Dropout。",
         )
+    for rank in ranks:
+        refuse_unknown_images(images(rank))
     steps = len(masks[0]) // EPOCHS
     for k, (a, b) in enumerate(zip(*masks, strict=True)):
         if a.equal(b):
@@ -28,14 +38,16 @@ def check(ranks, again):
     for (r, k), (s, m) in combinations(pieces, 2):
         if masks[r][k].equal(masks[s][m]):
             refuse(
-                f"Rank {r} in epoch {k // steps} drops the same activations as rank {s} in epoch"
-                f" {m // steps}.",
-                f"rank {r} 在 epoch {k // steps} 中丢弃的激活值，"
-                f"与 rank {s} 在 epoch {m // steps} 中丢弃的相同。",
+                f"Rank {r} in step {k % steps} of epoch {k // steps} drops the same activations as"
+                f" rank {s} in step {m % steps} of epoch {m // steps}.",
+                f"rank {r} 在 epoch {k // steps} 的第 {k % steps} 步丢弃的激活值，"
+                f"与 rank {s} 在 epoch {m // steps} 的第 {m % steps} 步丢弃的相同。",
             )
-    first, second = (values(rank, "before")[0].weights for rank in ranks)
-    if not same(first, second):
-        refuse("The ranks begin with different weights.", "各 rank 的初始权重不同。")
+    if k := first_difference(ranks):
+        refuse(
+            f"After training step {k}, the weights of the ranks differ.",
+            f"第 {k} 个训练步之后，各 rank 的权重不同。",
+        )
     refuse_repeated_run(ranks, again)
     return say(
         "ranks and epochs drop different activations, and a second run drops the same.",

@@ -1,6 +1,6 @@
 """A continued epoch must train the images that were not yet trained."""
 
-from exercises.judging import batches, refuse, say, steps
+from exercises.judging import batches, refuse, refuse_unknown_images, say, steps, values
 
 IMAGES = 256
 STEPS = 8
@@ -16,11 +16,19 @@ def check(ranks):
             f"这个 epoch 总共训练了 {count} 步；"
             f"应该是 {STEPS} 步：先 {KILLED} 步，再 {STEPS - KILLED} 步。",
         )
+    if len(values(ranks[0], "loader")) == 1:
+        refuse(
+            f"All {STEPS} training steps come from one iterator of a DataLoader. A job that starts"
+            " again has no such iterator, only its checkpoint.",
+            f"全部 {STEPS} 个训练步都来自同一个 DataLoader 迭代器。作业重新启动后没有这个迭代器，"
+            "只有检查点。",
+        )
     before, after = [], []
     for rank in ranks:
         trained = batches(rank)
         before += [number for batch in trained[:KILLED] for number in batch]
         after += [number for batch in trained[KILLED:] for number in batch]
+    refuse_unknown_images(before + after)
     if again := set(before) & set(after):
         refuse(
             f"{len(again)} images were trained before and after the restart, for example image"

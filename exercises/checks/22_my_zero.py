@@ -1,12 +1,20 @@
 """Each rank must keep about half of the momentum, and all must have the weights of plain SGD."""
 
-from exercises.judging import refuse, same, say, steps, variable, weights_of
+from exercises.judging import (
+    refuse,
+    refuse_unfinished_messages,
+    same,
+    say,
+    variable,
+    weights_of,
+)
 from exercises.runner import Setup
 
 SETUPS = [Setup(), Setup(program="torch_sgd.py")]
 
 
 def check(ranks, torch_ranks):
+    refuse_unfinished_messages(ranks[0], begin="step", end="batch")
     truth = weights_of(variable(torch_ranks[0], "model"))
     weights = [weights_of(variable(rank, "model")) for rank in ranks]
     if not same(*weights):
@@ -16,8 +24,15 @@ def check(ranks, torch_ranks):
             "The ranks have equal weights, but not those of an ordinary SGD with momentum.",
             "各 rank 的权重相同，但与普通的带动量的 SGD 不同。",
         )
-    whole = steps(torch_ranks[0])[-1].state_bytes
-    parts = [steps(rank)[-1].state_bytes if steps(rank) else 0 for rank in ranks]
+    whole = momentum(torch_ranks[0])
+    parts = [momentum(rank) for rank in ranks]
+    if sum(parts) < whole:
+        refuse(
+            f"The optimizers of torch keep {sum(parts):,} bytes of momentum, of {whole:,}: please"
+            " keep all of it there, so that I can count it.",
+            f"动量共 {whole:,} 字节，两个 rank 的 torch 优化器只保存了 {sum(parts):,} 字节："
+            "请把动量都放在 torch 的优化器里，这样才能统计。",
+        )
     for rank, part in enumerate(parts):
         if part > 0.65 * whole:
             refuse(
@@ -30,3 +45,10 @@ def check(ranks, torch_ranks):
         f"两个 rank 分别保存 {parts[0]:,} 和 {parts[1]:,} 字节的动量，"
         f"而不是 {whole:,} 字节；权重与普通的 SGD 逐位相同。",
     )
+
+
+def momentum(rank):
+    """Return the bytes of momentum in all optimizers that took part in the last training step."""
+    kinds = [event.kind for event in rank.events]
+    last = len(kinds) - kinds[::-1].index("backward")
+    return sum(event.value.state_bytes for event in rank.events[last:] if event.kind == "step")

@@ -3,7 +3,8 @@
 Rank 0 reads 90 images, rank 1 reads 60 others, in batches of 16. The program should end; some
 images may be left out.
 
-What you see: both ranks print four lines, rank 0 of six, and nothing ends.
+What you see: both ranks print four lines, although rank 0 has six batches, and the program never
+ends.
 """
 
 import itertools

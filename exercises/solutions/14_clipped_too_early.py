@@ -1,4 +1,4 @@
-"""Average the gradients by hand, clip their norm to 0.1, and train.
+"""Average the gradients by hand, clip their norm to 0.6, and train.
 
 Two ranks should train as one process does with the images of both.
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-MAX_NORM = 0.1
+MAX_NORM = 0.6
 
 dist.init_process_group("gloo")
 world_size = dist.get_world_size()

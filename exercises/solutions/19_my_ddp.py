@@ -3,7 +3,8 @@
 All ranks should begin with the weights of rank 0, and after the backward pass each gradient should
 be the mean over all ranks. The weights should then be those of torch's DDP, bit for bit.
 
-What you see: the ranks begin with different weights, and each trains a model of its own.
+Nothing fails. What check.py sees: the ranks begin with different weights, and each trains a model
+of its own.
 """
 
 import torch

@@ -3,7 +3,7 @@
 A message has a fixed cost, so many small messages are slow. The model has 16 parameters; expect
 three or four messages per training step. The weights should be those of torch's DDP.
 
-What you see: the ranks begin equal, but each trains a model of its own.
+Nothing fails. What check.py sees: the ranks begin equal, but each trains a model of its own.
 """
 
 import torch
