@@ -1,0 +1,75 @@
+"""Mends of exercise 12, right and wrong."""
+
+LOOP = """\
+for step, (batch, labels) in enumerate(loader):
+    loss = nn.functional.cross_entropy(ddp(batch), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"step {step + 1} of {len(loader)}: loss {loss.item():.3f}")
+"""
+INDENTED = "".join(f"    {line}\n" for line in LOOP.splitlines())
+FIRST_LINE = "for step, (batch, labels) in enumerate(loader):\n"
+BACKWARD = "    loss.backward()\n"
+END = "dist.barrier()  # the epoch is over\n"
+AGREE = """\
+steps = torch.tensor(len(loader))
+dist.all_reduce(steps, op=dist.ReduceOp.MIN)
+"""
+
+RIGHT = {
+    "a rank that has no more batches joins the messages of the others": [
+        (LOOP, f"with ddp.join():\n{INDENTED}")
+    ],
+    "the ranks vote before each step": [
+        (
+            FIRST_LINE,
+            "batches = iter(loader)\n"
+            "for step in range(len(loader) + 1):\n"
+            "    item = next(batches, None)\n"
+            "    more = torch.tensor(int(item is not None))\n"
+            "    dist.all_reduce(more, op=dist.ReduceOp.MIN)\n"
+            "    if not more:\n"
+            "        break\n"
+            "    batch, labels = item\n",
+        )
+    ],
+    "the smaller folder repeats images": [
+        (
+            FIRST_LINE,
+            "import itertools\n\n"
+            "lengths = [None, None]\n"
+            "dist.all_gather_object(lengths, len(loader))\n"
+            "batches = itertools.islice(itertools.cycle(loader), max(lengths))\n"
+            "for step, (batch, labels) in enumerate(batches):\n",
+        ),
+    ],
+}
+
+WRONG = {
+    "drop_last": (
+        [("shuffle=True)", "shuffle=True, drop_last=True)")],
+        "The ranks wait for each other forever",
+    ),
+    "the remaining steps without the other rank": (
+        [
+            (FIRST_LINE, AGREE + FIRST_LINE),
+            ("ddp(batch)", "(ddp if step < steps else model)(batch)"),
+        ],
+        "The ranks took 6 and 4 training steps, and end with different weights",
+    ),
+    "all images on both ranks": (
+        [("Subset(dataset, folder)", "dataset")],
+        "150 images were trained on both ranks",
+    ),
+    "stop when the other rank is gone": (
+        [
+            (
+                BACKWARD,
+                "    try:\n        loss.backward()\n    except RuntimeError:\n        break\n",
+            ),
+            (END, ""),
+        ],
+        "one rank stopped waiting only because the other one had ended",
+    ),
+}

@@ -1,0 +1,66 @@
+"""Mends of exercise 16, right and wrong."""
+
+LOOP = "    for batch, labels in loader:\n"
+LOADER = "    loader = DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset))\n"
+TRAIN = "def train(checkpoint, last_step):\n"
+
+RIGHT = {
+    "continue in the loop": [
+        (
+            LOOP,
+            "    for k, (batch, labels) in enumerate(loader):\n"
+            '        if k < checkpoint["step"]:\n'
+            "            continue\n",
+        )
+    ],
+    "a sampler without the images that were trained": [
+        (
+            LOADER,
+            '    numbers = list(DistributedSampler(dataset))[16 * checkpoint["step"] :]\n'
+            "    loader = DataLoader(dataset, batch_size=16, sampler=numbers)\n",
+        )
+    ],
+    "all batches in a list": [(LOOP, "    for batch, labels in list(loader)[step:]:\n")],
+}
+
+WRONG = {
+    "another order": (
+        [
+            (
+                LOADER,
+                "    sampler = DistributedSampler(dataset)\n"
+                '    sampler.set_epoch(checkpoint["step"])\n'
+                "    loader = DataLoader(dataset, batch_size=16, sampler=sampler)\n",
+            )
+        ],
+        "images were trained before and after the restart",
+    ),
+    "one batch too many is skipped": (
+        [
+            (
+                LOOP,
+                "    for k, (batch, labels) in enumerate(loader):\n"
+                '        if k <= checkpoint["step"]:\n'
+                "            continue\n",
+            )
+        ],
+        "The epoch had 7 training steps in all; expected 8",
+    ),
+    "an iterator that outlives the job": (
+        [
+            (LOADER, ""),
+            (TRAIN, f"loader = iter({LOADER.partition('= ')[2].strip()})\n\n\n{TRAIN}"),
+        ],
+        "A job that starts again has no such iterator",
+    ),
+    "a part of the data set that a sampler shuffles": (
+        [
+            (
+                LOADER,
+                '    rest = torch.utils.data.Subset(dataset, range(32 * checkpoint["step"], 256))\n'
+                "    loader = DataLoader(rest, batch_size=16, sampler=DistributedSampler(rest))\n",
+            )
+        ],
+        "images were trained before and after the restart",
+    ),
+}

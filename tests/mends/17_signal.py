@@ -1,0 +1,56 @@
+"""Mends of exercise 17, right and wrong."""
+
+STOP = "    if stop:\n        break\n"
+VOTE = "    anyone = torch.tensor(int(stop))\n"
+IF_ANYONE = "    if anyone:\n        break\n"
+FORWARD = "    ddp(torch.randn(32, 16)).square().mean().backward()\n"
+END = "dist.barrier()  # then rank 0 would save a checkpoint\n"
+
+RIGHT = {
+    "the ranks tell each other objects": [
+        (
+            STOP,
+            "    stops = [None] * dist.get_world_size()\n"
+            "    dist.all_gather_object(stops, stop)\n"
+            "    if any(stops):\n"
+            "        break\n",
+        )
+    ],
+    "the decision before the step": [
+        (STOP, ""),
+        (FORWARD, f"{VOTE}    dist.all_reduce(anyone)\n{IF_ANYONE}{FORWARD}"),
+    ],
+    "a step to stop at, in the store": [
+        (
+            STOP,
+            "    store = dist.distributed_c10d._get_default_store()\n"
+            "    if stop:\n"
+            '        store.set("stop", str(step + 1))\n'
+            "        stop = False\n"
+            '    if store.check(["stop"]) and step >= int(store.get("stop")):\n'
+            "        break\n",
+        )
+    ],
+}
+
+WRONG = {
+    "rank 0 decides": (
+        [(STOP, f"{VOTE}    dist.broadcast(anyone, src=0)\n{IF_ANYONE}")],
+        "The signal for rank 1 arrived in step 5, but the training continued to step 20",
+    ),
+    "the step is known": (
+        [(STOP, "    if step == 5:\n        break\n")],
+        "Without a signal, the ranks took 5 and 5 training steps",
+    ),
+    "both processes get a signal": (
+        [("    if rank == signalled_rank and step == 5:", "    if step == 5:")],
+        "The program sent a signal to both ranks",
+    ),
+    "stop when the other rank is gone": (
+        [
+            (FORWARD, f"    try:\n    {FORWARD}    except RuntimeError:\n        break\n"),
+            (END, ""),
+        ],
+        "one rank stopped waiting only because the other one had ended",
+    ),
+}

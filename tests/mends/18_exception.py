@@ -1,0 +1,69 @@
+"""Mends of exercise 18, right and wrong."""
+
+TRY = """\
+    try:
+        if batch.isnan().any():
+            raise ValueError("a damaged image")
+        loss = nn.functional.cross_entropy(ddp(batch), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    except ValueError as error:
+        print(f"skipping a batch: {error}")
+"""
+TRAIN = """\
+    loss = nn.functional.cross_entropy(ddp(batch), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+EXCEPT = "    except ValueError as error:\n"
+PRINT = '        print(f"skipping a batch: {error}")\n'
+END = "dist.barrier()  # the epoch is over\n"
+
+RIGHT = {
+    "all ranks skip the batch": [
+        (
+            TRY,
+            "    damaged = batch.isnan().any().int()\n"
+            "    dist.all_reduce(damaged, op=dist.ReduceOp.MAX)\n"
+            "    if damaged:\n"
+            f"        continue\n{TRAIN}",
+        )
+    ],
+    "without the damaged image": [
+        (
+            TRY,
+            "    good = ~batch.isnan().any(dim=1)\n"
+            f"    batch, labels = batch[good], labels[good]\n{TRAIN}",
+        )
+    ],
+    "an exit code that says failure": [(PRINT, f"{PRINT}        raise SystemExit(1)\n")],
+}
+
+WRONG = {
+    "an exit code that says success": (
+        [(PRINT, f"{PRINT}        raise SystemExit(0)\n")],
+        "Rank 1 ended as if all was well",
+    ),
+    "the damaged image is trained": (
+        [(TRY, TRAIN)],
+        "The weights are not numbers (NaN)",
+    ),
+    "both ranks end without an error": (
+        [
+            (
+                TRY,
+                "    damaged = batch.isnan().any().int()\n"
+                "    dist.all_reduce(damaged, op=dist.ReduceOp.MAX)\n"
+                "    if damaged:\n"
+                f"        break\n{TRAIN}",
+            )
+        ],
+        "The ranks ended without an error after training step 1",
+    ),
+    "errors because the other rank is gone are skipped too": (
+        [(EXCEPT, "    except (ValueError, RuntimeError) as error:\n"), (END, "")],
+        "one rank stopped waiting only because the other one had ended",
+    ),
+}

@@ -1,0 +1,71 @@
+"""Mends of exercise 19, right and wrong."""
+
+ONE = "        # 1. Here: all ranks get the weights of rank 0.\n"
+TWO = "        # 2. Here.\n"
+SEED = "torch.manual_seed(dist.get_rank())"
+
+BROADCAST = """\
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=0)
+"""
+SUM = """\
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+"""
+AVERAGE = f"{SUM}            parameter.grad /= dist.get_world_size()\n"
+
+RIGHT = {
+    "the state, and one message with all gradients": [
+        (
+            ONE,
+            "        state = [model.state_dict()]\n"
+            "        dist.broadcast_object_list(state, src=0)\n"
+            "        model.load_state_dict(state[0])\n",
+        ),
+        (
+            TWO,
+            "        gradients = [p.grad for p in self.model.parameters()]\n"
+            "        flat = torch.cat([gradient.flatten() for gradient in gradients])\n"
+            "        dist.all_reduce(flat)\n"
+            "        flat /= dist.get_world_size()\n"
+            "        parts = flat.split([gradient.numel() for gradient in gradients])\n"
+            "        for gradient, part in zip(gradients, parts, strict=True):\n"
+            "            gradient.copy_(part.view_as(gradient))\n",
+        ),
+    ],
+    "all_gather": [
+        (
+            ONE,
+            "        for p in model.parameters():\n"
+            "            parts = [torch.empty_like(p.data) for _ in range(dist.get_world_size())]\n"
+            "            dist.all_gather(parts, p.data)\n"
+            "            p.data = parts[0]\n",
+        ),
+        (
+            TWO,
+            "        for p in self.model.parameters():\n"
+            "            parts = [torch.empty_like(p) for _ in range(dist.get_world_size())]\n"
+            "            dist.all_gather(parts, p.grad)\n"
+            "            p.grad = torch.stack(parts).mean(dim=0)\n",
+        ),
+    ],
+}
+
+WRONG = {
+    "equal seeds in place of a broadcast": (
+        [(TWO, AVERAGE), (SEED, "torch.manual_seed(0)")],
+        "I see no message at the beginning",
+    ),
+    "no broadcast": (
+        [(TWO, AVERAGE)],
+        "The ranks begin with different weights",
+    ),
+    "sums": (
+        [(ONE, BROADCAST), (TWO, SUM)],
+        "after training step 1 they are not those of torch's DDP",
+    ),
+    "no wait": (
+        [(ONE, BROADCAST), (TWO, AVERAGE.replace(".grad)", ".grad / 2, async_op=True)"))],
+        "does not wait for 4 of them",
+    ),
+}

@@ -1,0 +1,72 @@
+"""Mends of exercise 20, right and wrong."""
+
+ONE = "        # 1. Here: register a hook for each parameter.\n"
+TWO = "        # 2. Here.\n"
+THREE = "        # 3. Here.\n"
+
+HOOK = """\
+            parameter.register_post_accumulate_grad_hook(self.start)
+        self.works = []
+"""
+SEND = """\
+        parameter.grad /= dist.get_world_size()
+        self.works.append(dist.all_reduce(parameter.grad, async_op=True))
+"""
+WAIT = """\
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+"""
+
+RIGHT = {
+    "the division after the wait": [
+        (ONE, HOOK),
+        (
+            TWO,
+            "        work = dist.all_reduce(parameter.grad, async_op=True)\n"
+            "        self.works.append((parameter, work))\n",
+        ),
+        (
+            THREE,
+            "        for parameter, work in self.works:\n"
+            "            work.wait()\n"
+            "            parameter.grad /= dist.get_world_size()\n"
+            "        self.works = []\n",
+        ),
+    ],
+    "futures": [
+        (ONE, HOOK),
+        (TWO, SEND.replace("async_op=True)", "async_op=True).get_future()")),
+        (THREE, "        torch.futures.wait_all(self.works)\n        self.works.clear()\n"),
+    ],
+}
+
+WRONG = {
+    "a wait in the hook": (
+        [(ONE, HOOK), (TWO, SEND.replace("async_op=True)", "async_op=True).wait()"))],
+        "The backward pass waits for its messages",
+    ),
+    "a wait for the last message only": (
+        [(ONE, HOOK), (TWO, SEND), (THREE, "        self.works[-1].wait()\n")],
+        "does not wait for 15 of them",
+    ),
+    "all messages in the last hook": (
+        [
+            (ONE, HOOK.replace("[]", "[]\n        self.ready = []")),
+            (
+                TWO,
+                "        self.ready.append(parameter)\n"
+                "        if len(self.ready) == 16:\n"
+                "            for parameter in self.ready:\n"
+                f"{SEND.replace('        ', '                ')}"
+                "            self.ready.clear()\n",
+            ),
+            (THREE, WAIT),
+        ],
+        "The first message began when the backward pass had computed 15 of its 15 matrix products",
+    ),
+    "a list that is never empty again": (
+        [(ONE, HOOK), (TWO, SEND), (THREE, WAIT.replace("        self.works.clear()\n", ""))],
+        "empty the list",
+    ),
+}
