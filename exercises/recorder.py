@@ -221,10 +221,14 @@ class Recorder(TorchDispatchMode):
             return real(value, file, *args, **kwargs)
         self.add("save", keys_of(value))
         time.sleep(SLOW_SAVE / 2)
-        if isinstance(file, str | os.PathLike):
-            Path(file).write_bytes(b"")
+        if not isinstance(file, str | os.PathLike):  # an open one
+            return real(value, file, *args, **kwargs)
+        Path(file).touch()
         time.sleep(SLOW_SAVE / 2)
-        return real(value, file, *args, **kwargs)
+        new = f"{file}.{self.record.rank}"
+        real(value, new, *args, **kwargs)
+        os.replace(new, file)  # at once: else two ranks that write it would see this or that error
+        return None
 
     def load(self, real, file, *args, **kwargs):
         if is_file(file):

@@ -45,7 +45,7 @@ WRONG = {
     ),
     "no barrier": (
         [(SAVE, "if rank == 0:\n    torch.save(model.state_dict(), path)\n")],
-        "rank 1, line 26, `loaded.load_state_dict(torch.load(path))`: FileNotFoundError",
+        "The program failed: rank 1, line 26, `loaded.load_state_dict(torch.load(path))`",
     ),
     "a second of sleep in place of a barrier": (
         [
