@@ -179,7 +179,10 @@ def ask(function, *arguments):
     process.start()
     theirs.close()
     try:
-        return ours.recv()
+        if ours.poll(LIMIT):
+            return ours.recv()
+        process.kill()
+        raise RuntimeError(f"{function}{arguments} did not answer within {LIMIT} seconds")
     except EOFError:
         raise RuntimeError(f"{function}{arguments} failed; see the message above") from None
     finally:
