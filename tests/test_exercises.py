@@ -205,6 +205,24 @@ def test_a_program_that_hangs_is_stopped_and_leaves_no_process_behind(judge):
     assert ranks_left() == []
 
 
+def test_the_page_shows_the_answer_to_exercise_5_and_lists_all_exercises(judge):
+    answer, _ = judge(5, mended(5, []))
+    for texts, page in (
+        (english.TEXTS, "docs/exercises.md"),
+        (chinese.TEXTS, "docs/zh/exercises.md"),
+    ):
+        text = (ROOT / page).read_text()
+        assert f"not yet: {joined(answer.text)}" in joined(text)
+        for number in NUMBERS:
+            file, section = texts[number].page
+            row = rf"^\| {number} \| {re.escape(texts[number].title)} "
+            assert re.search(rf"{row}\| \[{re.escape(section)}\]\({file}#", text, re.M), number
+
+
+def joined(text):
+    return " ".join(text.split())
+
+
 def ranks_left():
     """The processes that the fork server of this one has started, and that have not ended."""
     servers = [child for child in psutil.Process().children() if is_server(child)]
