@@ -235,6 +235,18 @@ def is_server(process):
     return "forkserver" in " ".join(process.cmdline())
 
 
+@pytest.mark.timeout(120)
+def test_a_judge_that_does_not_answer_is_stopped(monkeypatch):
+    monkeypatch.setattr(runner, "LIMIT", 1)
+    monkeypatch.setattr(runner, "answer", never)
+    with pytest.raises(RuntimeError, match="did not answer within 1 seconds"):
+        runner.ask("setups", 1)
+
+
+def never(*arguments):
+    time.sleep(1000)
+
+
 def test_random_numbers_begin_differently_on_each_rank_as_in_processes_of_their_own(judge):
     lines = "import numpy as np\nprint('drawn', torch.rand(1).item(), np.random.rand())"
     text = solution_with(lines, at="torch.manual_seed(0)\n")
