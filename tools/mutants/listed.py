@@ -405,7 +405,7 @@ MUTANTS = [
          "a batch norm in bfloat16 is refused", "tests/test_fsdp.py -k cannot_compute"),
         ("if len(test_set) < world_size:", "if False:", "no rank skips a forward pass",
          "tests/test_fsdp.py -k needs_a_test_image"),
-        ('if os.path.exists(os.path.join(folder, name, ".metadata"))', "",
+        ('and os.path.exists(os.path.join(folder, name, ".metadata"))', "",
          "an incomplete checkpoint is not loaded", "tests/test_fsdp.py -k complete_epoch"),
         ("if epoch >= args.epochs:", "if False:", "a finished training is named",
          "tests/test_fsdp.py -k does_not_fit"),
