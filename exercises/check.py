@@ -111,8 +111,11 @@ class Reader:
         passed = {*self.passed()} - {number} | ({number} if is_passed else set())
         (self.folder / "passed.json").write_text(json.dumps(sorted(passed)))
 
-    def next_number(self):
-        return next((number for number in self.texts if number not in self.passed()), 1)
+    def next_number(self, after=0):
+        """Return the first exercise after this one that has not passed, or the first of all."""
+        passed = self.passed()
+        left = [number for number in self.texts if number not in passed] or [1]
+        return next((number for number in left if number > after), left[0])
 
     def reset(self, number):
         path = self.path(number)
@@ -191,8 +194,12 @@ If you have never seen such a program, read {page} first.
     def check(self, number):
         """Check the reader's file, and print the answer. Return 0 if it has passed, else 1."""
         text = self.texts[number]
+        if (self.folder / find("broken", number).name).exists():
+            print(self.say(f"Exercise {number}: {text.title}", f"练习 {number}：{text.title}"))
+        else:
+            self.print_task(number)
+            print()
         path = self.path(number)
-        print(self.say(f"Exercise {number}: {text.title}", f"练习 {number}：{text.title}"))
         print(self.say(f"running {show(path)}", f"正在运行 {show(path)}") + "\n", flush=True)
         answer = runner.check(number, path, self.language, self.limit)
         lines = answer.output.splitlines()
@@ -212,7 +219,7 @@ If you have never seen such a program, read {page} first.
         if len(self.passed()) == len(self.texts):
             print(self.say("You have passed all exercises.", "所有练习都已通过。"))
         else:
-            command = self.command(self.next_number())
+            command = self.command(self.next_number(number))
             print(self.say(f"The next one: {command}", f"下一个练习：{command}"))
         return 0
 
@@ -243,7 +250,7 @@ If you have never seen such a program, read {page} first.
                 checked = self.path(number).read_text()
             if len(self.passed()) == len(self.texts):
                 return
-            number = self.next_number()
+            number = self.next_number(number)
             print()
 
     def wait_for_change(self, path, checked):

@@ -191,8 +191,9 @@ rank 0 有六个 batch，rank 1 有四个。到了第五步，rank 0 等待 rank
 对于其余几次，DDP 提供了一个上下文管理器（context manager）。""",
         page=("performance.md", "怎样让训练步更快"),
         why="""\
-DDP 在每次反向传播中都对梯度求平均。在 ddp.no_sync() 里，DDP 只累加梯度。
-前向传播也必须放在里面。""",
+DDP 在每次反向传播中都对梯度求平均。通常的改法：除最后一个 batch 外，前向和反向传播都放在
+`with ddp.no_sync():` 里，DDP 只累加梯度。把损失加起来只做一次反向传播，也只发送一次，
+但要保存所有 batch 的激活值。""",
     ),
     14: Text(
         title="梯度裁剪",
@@ -204,7 +205,7 @@ DDP 在每次反向传播中都对梯度求平均。在 ddp.no_sync() 里，DDP 
 不报错。现象：各 rank 打印的范数不同。""",
         hint="""\
 单进程裁剪的是整个 batch 的梯度。一个 rank 什么时候才知道这个梯度？""",
-        page=("07_fsdp.md", "训练循环"),
+        page=("concepts.md", "梯度是求和还是求平均？"),
         why="""\
 每个 rank 先裁剪自己那份图像的梯度，然后才对裁剪后的梯度求平均。先裁剪再求平均，
 与先求平均再裁剪，结果不同。应该先求平均，再裁剪。""",
@@ -290,14 +291,15 @@ torch.distributed 有一个集合通信操作，把张量从一个 rank 复制�
         page=("concepts.md", "梯度是求和还是求平均？"),
         why="""\
 开始时，每个参数做一次 broadcast；每个训练步，每个梯度做一次 all_reduce。
-与 torch 一样，梯度先除以 world size，再求和。""",
+如果 torch 给出关于 autograd 的警告，就广播 parameter.data，而不是参数本身。""",
     ),
     20: Text(
         title="手写 DDP 2：与反向传播同时进行",
         task="""\
 每个梯度一就绪就发送，同时反向传播继续计算后面的梯度。
 
-每个参数的 hook 应该启动一次不等待的 all_reduce（async_op=True）。
+每个参数的 hook（register_post_accumulate_grad_hook）应该启动一次不等待的
+all_reduce（async_op=True）。
 finish_gradients() 应该等待所有 all_reduce 完成。权重应该与 torch 的 DDP 相同。
 
 不报错。check.py 查出的问题：各 rank 的初始权重相同，但各训各的模型。""",

@@ -208,8 +208,9 @@ Only the last of the four backward passes needs the other rank. DDP has a contex
 others.""",
         page=("performance.md", "What makes a step faster"),
         why="""\
-DDP averages gradients in every backward pass. Inside ddp.no_sync() it only adds them up. The
-forward pass must be inside too.""",
+DDP averages gradients in every backward pass. The usual mend: all but the last batch run inside
+`with ddp.no_sync():`, with their forward pass, and DDP only adds up their gradients. One backward
+pass for the sum of the losses also sends once, but keeps the activations of all batches.""",
     ),
     14: Text(
         title="Gradient clipping",
@@ -221,7 +222,7 @@ Two ranks should train as one process does with the images of both.
 Nothing fails. What you see: the ranks print different norms.""",
         hint="""\
 One process clips the gradient of the whole batch. When does a rank know this gradient?""",
-        page=("07_fsdp.md", "The loop"),
+        page=("concepts.md", "Are gradients summed or averaged?"),
         why="""\
 Each rank clipped the gradient of its own images, and then they averaged what was left. The mean of
 clipped gradients is not the clipped mean. First average, then clip.""",
@@ -308,16 +309,17 @@ torch.distributed has a collective that copies a tensor from one rank to all, an
 tensor over all ranks. Both change the tensor in place.""",
         page=("concepts.md", "Are gradients summed or averaged?"),
         why="""\
-One broadcast per parameter at the beginning, and one all_reduce per gradient and training step. A
-gradient is divided before it is summed, as torch does.""",
+One broadcast per parameter at the beginning, and one all_reduce per gradient and training step. If
+torch warned about autograd, broadcast parameter.data instead of the parameter.""",
     ),
     20: Text(
         title="DDP by hand 2: while the backward pass runs",
         task="""\
 Send each gradient as soon as it is complete, while the backward pass computes the next ones.
 
-A hook on each parameter should start an all_reduce that does not wait (async_op=True).
-finish_gradients() should wait for all of them. The weights should be those of torch's DDP.
+A hook on each parameter (register_post_accumulate_grad_hook) should start an all_reduce that does
+not wait (async_op=True). finish_gradients() should wait for all of them. The weights should be
+those of torch's DDP.
 
 Nothing fails. What check.py sees: the ranks begin equal, but each trains a model of its own.""",
         hint="""\

@@ -21,7 +21,7 @@ def check(ranks):
     counts = Counter(number for rank in ranks for number in evaluated(rank))
     if missing := len(set(range(IMAGES)) - set(counts)):
         refuse(
-            f"{missing} of {IMAGES} images were not evaluated.",
+            f"Images that were not evaluated: {missing} of {IMAGES}.",
             f"{IMAGES} 张图像中，有 {missing} 张没有评估。",
         )
     sizes = [len(evaluated(rank)) for rank in ranks]

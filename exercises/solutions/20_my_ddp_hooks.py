@@ -1,7 +1,8 @@
 """Send each gradient as soon as it is complete, while the backward pass computes the next ones.
 
-A hook on each parameter should start an all_reduce that does not wait (async_op=True).
-finish_gradients() should wait for all of them. The weights should be those of torch's DDP.
+A hook on each parameter (register_post_accumulate_grad_hook) should start an all_reduce that does
+not wait (async_op=True). finish_gradients() should wait for all of them. The weights should be
+those of torch's DDP.
 
 Nothing fails. What check.py sees: the ranks begin equal, but each trains a model of its own.
 """

@@ -36,7 +36,7 @@ RIGHT = {
 WRONG = {
     "drop_last": (
         [("shuffle=False", "shuffle=False, drop_last=True")],
-        "1 of 101 images were not evaluated",
+        "not evaluated: 1 of 101",
     ),
     "the number of images, whatever was counted": (
         [(TOTAL, "total = torch.tensor(len(dataset))\n")],
