@@ -108,8 +108,10 @@ class Reader:
 
     def note(self, number, is_passed):
         """Note whether the file of an exercise, as it is now, has passed."""
-        passed = {*self.passed()} - {number} | ({number} if is_passed else set())
-        (self.folder / "passed.json").write_text(json.dumps(sorted(passed)))
+        before = {*self.passed()}
+        passed = before | {number} if is_passed else before - {number}
+        if passed != before:
+            (self.folder / "passed.json").write_text(json.dumps(sorted(passed)))
 
     def next_number(self, after=0):
         """Return the first exercise after this one that has not passed, or the first of all."""

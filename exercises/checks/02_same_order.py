@@ -49,5 +49,5 @@ def check(ranks):
     refuse_other_training(ranks)
     return say(
         "each epoch has an order of its own, and both ranks use it.",
-        "每个 epoch 的顺序各不相同，而且两个 rank 的顺序一致。",
+        "每个 epoch 的顺序各不相同，两个 rank 从同一个打乱后的顺序中各取一半。",
     )
