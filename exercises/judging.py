@@ -59,12 +59,13 @@ def judge(number, program, answer_language, results, folder):
     global language
     language = answer_language
     module = load_check(number)
-    counts = [len(setup.local_ranks) for setup in setups(number)]
+    starts = setups(number)
+    counts = [len(setup.local_ranks) for setup in starts]
     runs = [read_records(Path(folder, str(k)), count) for k, count in enumerate(counts)]
     output = show_output(runs[0])
     try:
         for k, result in enumerate(results):  # none after one that hangs
-            variables = setups(number)[k].environment if k else {}
+            variables = starts[k].environment if k else {}
             may_fail = getattr(module, "MAY_FAIL", False)
             refuse_what_did_not_end(result, runs[k], program, may_fail, variables)
         return True, module.check(*runs), output
@@ -295,7 +296,7 @@ def distance(a, b):
     return max((float((x - y).abs().max()) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
-def train_alone(ranks, max_norm=None, learning_rate=None):
+def train_alone(ranks, max_norm=None):
     """Train as one process would, with the images that all ranks read in each training step.
 
     The model is the variable `model` of the program; the loss is cross entropy, the optimizer plain
@@ -304,7 +305,6 @@ def train_alone(ranks, max_norm=None, learning_rate=None):
     Args:
         ranks: Records.
         max_norm: to clip the gradient to, or None.
-        learning_rate: a number, or None: of the program.
 
     Returns:
         The weights after each training step: a list of lists of tensors.
@@ -319,7 +319,7 @@ def train_alone(ranks, max_norm=None, learning_rate=None):
     for k, parts in enumerate(zip(*map(batches, ranks), strict=True)):
         numbers = [number for part in parts for number in part]
         refuse_unknown_images(numbers)
-        lr = learning_rate or steps(ranks[0])[k].lr
+        lr = steps(ranks[0])[k].lr
         model.zero_grad()
         nn.functional.cross_entropy(model(data[numbers]), targets[numbers]).backward()
         if max_norm:
@@ -414,6 +414,15 @@ def refuse_other_training(ranks, max_norm=None):
             )
 
 
+def refuse_different_weights(ranks):
+    """Refuse ranks that have different weights after a training step."""
+    if k := first_difference(ranks):
+        refuse(
+            f"After training step {k}, the weights of the ranks differ.",
+            f"第 {k} 个训练步之后，各 rank 的权重不同。",
+        )
+
+
 def refuse_other_weights(ranks, torch_ranks):
     """Refuse a program whose weights differ by one bit from the program with torch's DDP."""
     if values(ranks[0], "torch's DDP"):
@@ -430,11 +439,7 @@ def refuse_other_weights(ranks, torch_ranks):
             "The ranks begin with equal weights, but not with those that rank 0 had at first.",
             "各 rank 的初始权重相同，但不是 rank 0 原来的权重。",
         )
-    if k := first_difference(ranks):
-        refuse(
-            f"After training step {k}, the weights of the ranks differ.",
-            f"第 {k} 个训练步之后，各 rank 的权重不同。",
-        )
+    refuse_different_weights(ranks)
     if len(steps(ranks[0])) != len(steps(torch_ranks[0])):
         refuse(
             f"The program took {len(steps(ranks[0]))} training steps, torch's DDP took"

@@ -5,8 +5,8 @@ from itertools import combinations
 import torch
 
 from exercises.judging import (
-    first_difference,
     refuse,
+    refuse_different_weights,
     refuse_repeated_run,
     same,
     say,
@@ -107,8 +107,4 @@ def refuse_other_models(ranks):
             "The ranks begin with different weights.",
             "各 rank 的初始权重不同。",
         )
-    if k := first_difference(ranks):
-        refuse(
-            f"After training step {k}, the weights of the ranks differ.",
-            f"第 {k} 个训练步之后，各 rank 的权重不同。",
-        )
+    refuse_different_weights(ranks)

@@ -1,9 +1,9 @@
 """The program must end, with the ranks equal and most images trained."""
 
 from exercises.judging import (
-    first_difference,
     images,
     refuse,
+    refuse_different_weights,
     refuse_unequal_messages,
     same,
     say,
@@ -16,11 +16,7 @@ from exercises.judging import (
 def check(ranks):
     if not all(map(steps, ranks)):
         refuse("At least one rank took no training step.", "至少有一个 rank 一步也没有训练。")
-    if k := first_difference(ranks):
-        refuse(
-            f"After training step {k}, the weights of the ranks differ.",
-            f"第 {k} 个训练步之后，各 rank 的权重不同。",
-        )
+    refuse_different_weights(ranks)
     counts = [len(steps(rank)) for rank in ranks]
     if not same(*[weights_of(variable(rank, "model")) for rank in ranks]):
         refuse(

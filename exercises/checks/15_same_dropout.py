@@ -3,9 +3,9 @@
 from itertools import combinations
 
 from exercises.judging import (
-    first_difference,
     images,
     refuse,
+    refuse_different_weights,
     refuse_repeated_run,
     refuse_unknown_images,
     say,
@@ -43,11 +43,7 @@ def check(ranks, again):
                 f"rank {r} 在 epoch {k // steps} 的第 {k % steps} 步丢弃的激活值，"
                 f"与 rank {s} 在 epoch {m // steps} 的第 {m % steps} 步丢弃的相同。",
             )
-    if k := first_difference(ranks):
-        refuse(
-            f"After training step {k}, the weights of the ranks differ.",
-            f"第 {k} 个训练步之后，各 rank 的权重不同。",
-        )
+    refuse_different_weights(ranks)
     refuse_repeated_run(ranks, again)
     return say(
         "ranks and epochs drop different activations, and a second run drops the same.",

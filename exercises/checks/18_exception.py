@@ -2,9 +2,9 @@
 
 from exercises.judging import (
     describe_error,
-    first_difference,
     lost_another,
     refuse,
+    refuse_different_weights,
     refuse_unequal_messages,
     same,
     say,
@@ -28,11 +28,7 @@ def check(ranks):
             "The weights are not numbers (NaN): the damaged image was trained.",
             "权重变成了 NaN：损坏的图像参与了训练。",
         )
-    if k := first_difference(ranks):
-        refuse(
-            f"After training step {k}, the weights of the ranks differ.",
-            f"第 {k} 个训练步之后，各 rank 的权重不同。",
-        )
+    refuse_different_weights(ranks)
     if not same(*weights):
         refuse(
             f"The ranks took {counts[0]} and {counts[1]} training steps, and end with different"
