@@ -64,7 +64,6 @@ FOLDERS = (
 
 # Flags without a test, and why: (script, flag), where * stands for all flags of the script.
 BENCHMARK = "a maintainer's benchmark: its flags choose what is measured, and a slow test runs it"
-PEER = "a maintainer's benchmark: its flags choose what is measured, and make gpu runs it"
 INHERITED = "a maintainer's benchmark, which has all flags of 01 to 05 and uses some"
 DRILL = "for maintainers, takes minutes: tests/test_drill.py runs the drills without main()"
 MUTANTS = "for maintainers, takes half an hour: it runs the tests in copies of the repository"
@@ -76,7 +75,6 @@ EXCEPTIONS = {
     ("tools/bench/finetune.py", "*"): BENCHMARK,
     ("tools/bench/input.py", "*"): INHERITED,
     ("tools/bench/my_ddp.py", "*"): INHERITED,
-    ("tools/bench/peer.py", "*"): PEER,
     ("tools/bench/ranks.py", "*"): BENCHMARK,
     ("tools/bench/reencode.py", "*"): BENCHMARK,
     ("tools/bench/rendezvous.py", "*"): BENCHMARK,

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torchvision
 from images import write_images
-from needs import needs_gpu, needs_gpus
 from PIL import Image
 from processes import ROOT, read_until, start
 from rungs import IN_PROCESS, QUICK, flags
@@ -243,19 +242,6 @@ def test_the_learning_rate_climbs_to_its_peak_in_the_warm_up(
     assert rates == pytest.approx([0.075, 0.15, 0.225, 0.3, 0.3, 0.3])
     del rates[:]
     assert "warm-up" not in run(script, *given).out and rates == [0.3] * 6
-
-
-@needs_gpu
-def test_a_gpu_is_used_where_there_is_one(run, small_folder):
-    end = run("01_snsc.py", *QUICK, small_folder, "--epochs", 1)
-    assert end.code == 0 and "device: cuda" in end.out and "on the GPU" in end.out
-
-
-@needs_gpus
-def test_dataparallel_splits_batches_over_the_gpus(run, small_folder):
-    gpus = torch.cuda.device_count()
-    end = run("02_snmc_dp.py", *QUICK, small_folder)
-    assert end.code == 0 and f"DataParallel over {gpus} GPUs" in end.out
 
 
 def test_a_test_folder_beside_val_is_said_to_be_unused(run, small_folder):

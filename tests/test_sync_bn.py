@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from needs import needs_gpu
 from torch import nn
 
 from common.distributed import cleaned_up, free_port
@@ -153,27 +152,3 @@ def test_one_value_over_all_ranks_is_refused_as_batch_norm_does():
             SyncBatchNorm(CHANNELS)(torch.ones(1, CHANNELS))
     finally:
         dist.destroy_process_group()
-
-
-@needs_gpu
-def test_it_agrees_with_pytorchs_own_on_a_gpu():
-    torch.multiprocessing.spawn(each_gpu, (2, free_port()), nprocs=2)
-
-
-@cleaned_up()
-def each_gpu(rank, world_size, port):
-    # Two processes may share one GPU with gloo, which PyTorch's own takes too.
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-    )
-    for case in ("even", "uneven", "without weights", "without momentum"):
-        images, gradients = (parts[rank].cuda() for parts in batches(case))
-        norm = norm_for(case)
-        ours = SyncBatchNorm.like(norm).cuda()
-        theirs = convert_sync_batchnorm(norm.cuda())
-        assert type(theirs) is nn.SyncBatchNorm
-        (told, state), (want, wanted) = (
-            train_and_test(n, images, gradients) for n in (ours, theirs)
-        )
-        torch.testing.assert_close((told, state), (want, wanted), rtol=1e-4, atol=1e-4)

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from imagenet_runs import SMALL_06, final, new_folder, parse_06, same, script
-from needs import need, needs_gpu
-from one_device import check_two_ranks_on_one_device, share_device
+from needs import need
 from ranks import Ranks
 
 from common.errors import UserError
@@ -476,27 +475,6 @@ def test_norms_and_biases_do_not_decay():
         "weight_decay"
     ] == 5e-5
     assert len(rest["params"]) == 4 and rest["weight_decay"] == 0
-
-
-@needs_gpu
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_on_a_gpu_it_trains_in_mixed_precision_and_resumes(train, one_each, amp):
-    flags = [one_each, "--batch-size", 20, "--amp", amp, "--channels-last", "--ema", 0.9]
-    flags += ["--accumulate", 2]
-    assert train("run", 1, *flags, "--epochs", 1).wait() == [0]
-    ranks = train("run", 1, *flags, "--epochs", 2, "--resume", "--workers", 2)
-    assert ranks.wait() == [0], ranks.output()
-    assert "device: cuda:0" in ranks.output() and "after step 2 of 4" in ranks.output()
-
-
-@needs_gpu
-@pytest.mark.parametrize("flags", [[], ["--compile"], ["--channels-last"]])
-def test_two_ranks_on_one_gpu_learn_the_same_as_on_cpus(train, one_each, flags):
-    if "--compile" in flags and not can_compile():
-        pytest.skip("no C compiler")
-    on_cpu = functools.partial(train, env={"CUDA_VISIBLE_DEVICES": ""})
-    on_gpu = functools.partial(train, prepare=share_device)
-    check_two_ranks_on_one_device(on_cpu, on_gpu, "cuda:0", one_each, *flags)
 
 
 def count_graphs(rank):

@@ -1,402 +1,224 @@
-"""Prove on NVIDIA GPUs what this project promises, and record how fast it is there.
+"""Prove and measure everything on NVIDIA GPUs.
 
-    make gpu                         everything that is not done yet, most valuable first
-    python tools/gpu.py --list       the parts of the plan, and which are done
-    python tools/gpu.py sync peer    some parts, again
-    python tools/gpu.py --minutes 9 --out gpu    only what fits in 9 minutes, recorded in gpu/
+    make gpu                           all parts that have not passed yet
+    python tools/gpu.py --list         the parts, and how long they take
+    python tools/gpu.py --rehearse     all parts in tiny sizes, also on a machine without a GPU
+    python tools/gpu.py --minutes 9 --data cifar10.tar.xz --out gpu --tar gpu.tgz
 
-A part takes eight minutes at most, and the plan about 40 minutes on one GPU. A part that has passed
-is not run again, so a plan that was stopped continues where it was. No process of a part is left on
-the GPU when the part ends, is stopped, or takes too long.
-
-results/gpu/MACHINE.jsonl says which commands ran and how they ended. Speeds are recorded beside
-those of other machines, and make charts MACHINE=... draws them. On a machine that is lent for a
-while, --out names one folder for all of this, with the subfolders of results/. Take it with you,
-and give it to the next run: the plan continues. cp -rn gpu/. results/ takes it into the project,
-unless this machine has records there already.
+Proofs answer yes or no; four run side by side. After them each speed is measured alone, first what
+people compare most. The last command is for a machine that you have for ten minutes: it unpacks the
+images that you carry there, begins no part that would not end in time, and packs all records into
+one file.
 """
 
-import contextlib
-import json
 import math
 import os
-import shlex
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-import uuid
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+import torchvision
 
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, number
 from common.records import environment
 from tools.bench.measure import pick_device
 from tools.experiments import STOP_SIGNALS, Machine
+from tools.lab.parts import Part, Runner
 from tools.records import RESULTS
 
-PART_SECONDS = 480
-LINES = 12  # of output to record, the last ones
-MARK = "MAKE_GPU_PART"  # the processes of a part have this variable
-DUMMY = (
-    "06_imagenet.py --dummy 12800 --arch resnet18 --batch-size 256 --eval-every 0 "
-    "--workers 0 --print-every 10"
-)
-EXACT = (
-    "--arch resnet18 --image-size 64 --batch-size 64 --deterministic --ema 0.9 "
-    "--workers 0 --eval-every 0"
-)
+SIDE_BY_SIDE = 4  # proofs
+DDP = "torchrun --nproc-per-node=$GPUS"
+TESTS = "python -m pytest -q -p no:cacheprovider tests/test_on_gpu.py"
+OTHERS = "not two_ranks and not bits and not first_step and not waits"
 # What srun tells the only task of a step.
 ONE_TASK = (
     "SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 "
     "SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=1 "
     "SLURM_STEP_NODELIST=localhost CUDA_VISIBLE_DEVICES=0"
 )
-BF16 = "--batch-size 256 --amp bf16 --channels-last --image-size 224 --repeats 3"
+RUNGS = f"""
+    python 01_snsc.py $QUICK
+    python 02_snmc_dp.py $QUICK
+    {DDP} 03_mnmc_ddp_launch.py $QUICK --sync-bn
+    python 04_mnmc_ddp_mp.py $QUICK --nproc-per-node $GPUS
+    {ONE_TASK} python 05_mnmc_ddp_slurm.py $QUICK
+"""
+SHARDS = f"""
+    {DDP} 07_fsdp.py $QUICK --epochs 1 --checkpoints-path $DIR/shards
+    {DDP} 07_fsdp.py $QUICK --checkpoints-path $DIR/shards --save $DIR/whole.pt | tee $DIR/log
+    ! grep -F "[1/2]" $DIR/log || false  # its first epoch was loaded
+    {DDP} 07_fsdp.py $QUICK $VIT --amp bf16 --clip-grad 1 --checkpoint-activations
+"""
+UNPACK = """
+    [ -d $IMAGES ] || python -m tarfile -e "$DATA" data/unpacked
+    [ -d $IMAGES ] || mv data/unpacked/cifar10 $IMAGES
+    rm -rf data/unpacked
+"""
+TRAIN = (
+    "python tools/bench/train.py $RESNET50 --amp bf16 --channels-last "
+    '--log-file "$OUT/train/$NAME.jsonl" --runs'
+)
+ALL = "bare dummy plain plain-amp"
+INPUT = """
+    python tools/bench/input.py --dataset folder --data-dir $IMAGES $INPUT \\
+        --loops "classic, memory" 01 limit --log-file "$OUT/input/$NAME.jsonl"
+"""
+CIFAR10 = f"""
+    {DDP} 06_imagenet.py $IMAGES $CIFAR10 --batch-size 256 --lr 0.1 --warmup-epochs 2 \\
+        --weight-decay 5e-4 --label-smoothing 0.1 --amp bf16 --channels-last --eval-every 10 \\
+        --checkpoints-path $DIR --log-file "$OUT/imagenet/$NAME.jsonl"
+"""
+MEMORY = """
+    python tools/bench/memory.py $VIT --processes $COUNTS $MEMORY \\
+        --log-file "$OUT/memory/$NAME.jsonl"
+"""
+SPEED = 'python tools/experiments.py speed --processes $COUNTS $SPEED --out "$OUT"'
+
+PROOFS = [
+    Part("data", 15, "the images of --data are unpacked", UNPACK),
+    Part("shared", 90, "two ranks on one GPU learn as on CPUs, over gloo", f"{TESTS} -k two_ranks"),
+    Part("rungs", 80, "01 to 05 train", RUNGS),
+    Part("shards", 50, "07 trains, saves, continues, and computes in bf16", SHARDS),
+    Part("tests", 40, "the other tests of GPU code", f"{TESTS} tests/test_gpus.py -k '{OTHERS}'"),
+    Part("resume", 25, "06, killed and resumed, has the bits of a whole run", f"{TESTS} -k bits"),
+    Part("fp16", 25, "06 in fp16: no loss is nan, from the first step", f"{TESTS} -k first_step"),
+    Part("waits", 25, "no line of 06 waits for the GPU in each step", f"{TESTS} -k waits"),
+    Part("preflight", 20, "preflight finds no fault", f"{DDP} launch/preflight.py"),
+]
+SPEEDS = [
+    Part("resnet50", 135, "06 beside the bare step and a plain loop", f"{TRAIN} {ALL}"),
+    Part("input", 100, "01 on CIFAR-10 beside a classic loop and its limit", INPUT, "IMAGES"),
+    Part("cifar10", 110, "06 on CIFAR-10: accuracy and seconds", CIFAR10, "IMAGES"),
+    Part("compile", 80, "06 with --compile", f"{TRAIN} dummy --repeats 1 --compile"),
+    Part("memory", 60, "memory of DDP and FSDP, beside tools/fit.py", MEMORY),
+    Part("speed", 360, "images per second of 01 to 05", SPEED),
+]
+
+SIZES = {
+    "IMAGES": "data/cifar10",
+    "QUICK": "--limit 16000 --epochs 2",
+    "VIT": "--arch vit_b_16",
+    "RESNET50": "--arch resnet50 --batch-size 256 --steps 50 --repeats 2",
+    "INPUT": "--limit 25000 --epochs 8 --repeats 2",
+    "CIFAR10": "--arch resnet18 --image-size 128 --epochs 30",
+    "MEMORY": "--arch vit_b_16 --batch-size 64 --steps 20",
+    "SPEED": "--repeats 2",
+}
+TINY = {
+    "IMAGES": "$REHEARSAL",
+    "QUICK": "--dataset folder --data-dir $REHEARSAL --epochs 2 --batch-size 16 --arch small_net",
+    "VIT": "--arch mnist_net",
+    "RESNET50": "--arch small_net --batch-size 8 --steps 20 --repeats 1 --image-size 32",
+    "INPUT": "--epochs 1 --repeats 1 --batch-size 16 --arch small_net",
+    "CIFAR10": "--arch small_net --image-size 32 --epochs 1 --workers 1",
+    "MEMORY": "--arch resnet18 --batch-size 2 --steps 1 --image-size 32",
+    "SPEED": "--dry-run",
+}
 
 
-class Part(NamedTuple):
-    """A part of the plan. Its commands run one after the other, and each must exit with 0."""
-
-    name: str
-    minutes: int  # that it takes, about
-    what: str
-    commands: list  # of str; {tmp} is an empty folder, {train} and the like are files for records
-
-
-def plan(machine, has_data=lambda folder: (ROOT / folder).is_dir()):
-    """Return the parts for a machine, most valuable first.
-
-    Args:
-        machine: tools.experiments.Machine, with GPUs.
-        has_data: function from a folder, as data/cifar10, to whether it is there.
-    """
-    n = min(machine.devices, 8)
-    parts = [tests(), rungs(n), preflight(n), sync(), fp16(), resume(), shards(n)]
-    if n > 1:
-        parts += [ddp(n), memory(n)]
-    parts += [beside_bare_step("resnet50", 150, minutes=5), peer()]
-    if has_data("data/cifar10"):
-        parts.append(input_of_01())
-    parts += [compiled(), speed(n)]
-    if has_data("data/cifar10"):
-        parts.append(cifar10(n))
-    parts.append(beside_bare_step("resnet18", 400, minutes=4))
-    if has_data("data/imagenet-mini"):
-        parts.append(loaders(n))
-    return parts
+def write_images(folder):
+    """Write an ImageFolder tree of random images of 32x32: 160 to train on, 32 to test."""
+    for split, count in (("train", 160), ("test", 32)):
+        for label in ("cat", "dog"):
+            path = folder / split / label
+            path.mkdir(parents=True)
+            for k in range(count // 2):
+                image = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
+                torchvision.io.write_jpeg(image, str(path / f"{k}.jpg"))
 
 
-def tests():
-    commands = ["python -m pytest -q -m gpu", "python -m pytest -q tests/test_gpus.py"]
-    return Part("tests", 3, "the tests that need a GPU", commands)
-
-
-def sync():
-    """An epoch has 50 steps, and five of them print a line, which waits."""
-    script = "python tools/lab/sync_warnings.py --most 25"
-    commands = [
-        f"{script} {DUMMY} --epochs 1 --checkpoints-path {{tmp}}/{k} {flags}"
-        for k, flags in enumerate(("", "--ema 0.9 --clip-grad 1", "--amp fp16"))
-    ]
-    what = "no line of 06 waits for the GPU in each step: plain, with averaged weights, with fp16"
-    return Part("sync", 2, what, commands)
-
-
-def fp16():
-    """In fp16 the first steps overflow, since the scale of the loss begins high."""
-    commands = []
-    for name, flags in (
-        ("fresh", "--epochs 1 --amp fp16"),
-        ("fp32", "--epochs 1"),
-        ("fp32", "--epochs 2 --amp fp16 --resume"),
-    ):
-        run = f"python {DUMMY} {flags} --checkpoints-path {{tmp}}/{name}"
-        commands += [f"{run} | tee {{tmp}}/log", '! grep "loss: *nan" {tmp}/log']
-    what = "fp16 from the first step, and from a run without mixed precision, without a loss of nan"
-    return Part("fp16", 2, what, commands)
-
-
-def resume():
-    run = f"python 06_imagenet.py --dummy 6400 {EXACT} --epochs 2"
-    killed = "--checkpoints-path {tmp}/killed"
-    kill = "python tools/lab/kill_after.py '{tmp}/killed/step-*.pt'"
-    commands = [
-        f"{run} --checkpoints-path {{tmp}}/whole",
-        f"{kill} {run} --checkpoint-every 5 {killed}",
-        f"{run} --resume {killed} | tee {{tmp}}/log",
-        'grep "resumed from" {tmp}/log',
-        "python tools/lab/same_bits.py {tmp}/whole {tmp}/killed",
-    ]
-    what = "a killed run that is resumed has the bits of one that was not killed"
-    return Part("resume", 2, what, commands)
-
-
-def shards(n):
-    run = (
-        f"torchrun --nproc-per-node={n} 07_fsdp.py --limit 16000 --checkpoints-path {{tmp}}/shards"
-    )
-    vit = f"torchrun --nproc-per-node={n} 07_fsdp.py --arch vit_b_16 --limit 16000 --epochs 1"
-    commands = [
-        f"{run} --epochs 1",
-        f"{run} --epochs 2 --sync-bn --save {{tmp}}/whole.pt | tee {{tmp}}/log",
-        '! grep -F "[1/2]" {tmp}/log',  # its first epoch was loaded
-        f"{vit} --amp bf16 --clip-grad 1 --checkpoint-activations",
-        f"{vit} --amp bf16 --no-reshard-after-forward",
-        f"torchrun --nproc-per-node={n} tools/bench/checkpoint.py --log-file {{shards}}",
-    ]
-    return Part("shards", 3, "07: saved and loaded, in bf16, and what a checkpoint costs", commands)
-
-
-def memory(n):
-    command = f"python tools/bench/memory.py --arch vit_b_16 --batch-size 64 --processes 1 {n}"
-    command += " --steps 20 --repeats 3 --log-file {memory}"
-    return Part("memory", 6, "memory and speed of DDP and FSDP", [command])
-
-
-def ddp(n):
-    command = f"python tools/bench/ddp.py --batch-size 256 --launches {n} --log-file {{ddp}}"
-    return Part("ddp", 5, "what DistributedDataParallel costs", [command])
-
-
-def beside_bare_step(arch, steps, minutes):
-    command = f"python tools/bench/train.py --arch {arch} --steps {steps} {BF16} --data-dir none"
-    title = arch.replace("resnet", "ResNet-")
-    what = f"06 beside the bare training step: {title}"
-    return Part(arch, minutes, what, [f"{command} --log-file {{train}}"])
-
-
-def compiled():
-    command = f"python tools/bench/train.py --arch resnet50 --steps 100 {BF16} --repeats 1"
-    command += " --compile --data-dir none --log-file {train}"
-    return Part("compile", 6, "the same with --compile: ResNet-50", [command])
-
-
-def input_of_01():
-    command = "python tools/bench/input.py --dataset folder --data-dir data/cifar10 --limit 50000"
-    command += " --epochs 10 --repeats 3 --log-file {input}"
-    return Part("input", 6, "the input of 01 beside a classic loop and its limit", [command])
-
-
-def peer():
-    command = "python tools/bench/peer.py --arch resnet50 --batch-size 256 --steps 150"
-    commands = [f"{command} {flags}--log-file {{peer}}" for flags in ("", "--amp bf16 ")]
-    return Part(
-        "peer", 3, "a plain training loop, for images per second beside those of 06", commands
-    )
-
-
-def loaders(n):
-    workers = max(1, (os.cpu_count() or 1) // n - 2)
-    command = "python tools/bench/train.py --arch resnet18 --batch-size 128 --amp bf16"
-    command += f" --channels-last --image-size 224 --workers {workers}"
-    command += " --data-dir data/imagenet-mini --log-file {train}"
-    return Part("loaders", 4, "06 on photographs beside the bare training step", [command])
-
-
-def cifar10(n):
-    """The recipe of a known result, 94 %, which the smaller steps of 06 on CPUs cannot show."""
-    command = f"torchrun --nproc-per-node={n} 06_imagenet.py data/cifar10 --arch resnet18"
-    command += " --image-size 64 --epochs 30 --batch-size 512 --lr 0.4 --warmup-epochs 2"
-    command += " --weight-decay 5e-4 --label-smoothing 0.1 --amp bf16 --channels-last"
-    command += " --eval-every 5 --checkpoints-path {tmp}/checkpoints"
-    return Part("cifar10", 6, "06 on CIFAR-10: how far 30 epochs come, in seconds", [command])
-
-
-def rungs(n):
-    quick = "--limit 16000 --epochs 2"
-    commands = [
-        f"python 01_snsc.py {quick}",
-        f"python 02_snmc_dp.py {quick}",
-        f"torchrun --nproc-per-node={n} 03_mnmc_ddp_launch.py {quick} --sync-bn",
-        f"python 04_mnmc_ddp_mp.py {quick}",
-        f"env {ONE_TASK} python 05_mnmc_ddp_slurm.py {quick}",
-    ]
-    return Part("rungs", 3, "01 to 05, with as many processes as GPUs", commands)
-
-
-def preflight(n):
-    command = f"torchrun --nproc-per-node={n} launch/preflight.py"
-    return Part("preflight", 1, "preflight on this machine", [command])
-
-
-def speed(n):
-    processes = " ".join(str(count) for count in sorted({1, n}))
-    command = f"python tools/experiments.py speed --repeats 2 --processes {processes} --out {{out}}"
-    return Part("speed", 6, "images per second of 01 to 05", [command])
-
-
-def run(part, machine, out, seconds):
-    """Run the commands of a part, until one fails. Return a record of how it ended.
-
-    Args:
-        part: Part.
-        machine: tools.experiments.Machine.
-        out: Path of the folder for records.
-        seconds: float, after which the part is ended.
-    """
-    logs = {}
-    for name in ("train", "input", "ddp", "peer", "shards", "memory"):
-        logs[name] = out / name / f"{machine.name}.jsonl"
-        logs[name].parent.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    ended = []
-    with tempfile.TemporaryDirectory() as folder:
-        # those of this Python
-        for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run ")):
-            program = Path(folder, name)
-            program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module}"$@"\n')
-            program.chmod(0o755)
-        for command in part.commands:
-            print(f"\n$ {command}", flush=True)
-            left = max(1, seconds - (time.monotonic() - start))
-            code, output = execute(command.format(tmp=folder, out=out, **logs), left, folder)
-            ended.append({"command": command, "code": code, "output": output})
-            if code:
-                break
-    record = {
-        "part": part.name,
-        "passed": not ended[-1]["code"],
-        "seconds": round(time.monotonic() - start, 1),
-    }
-    return record | {"ended": ended} | environment(pick_device())
-
-
-def execute(command, seconds, folder):
-    """Run a command of bash, with the programs in a folder first.
-
-    It fails if any program in a pipe does. When it ends, or after so many seconds, or when this
-    process is stopped, the processes that it has started are killed.
-
-    Returns:
-        (exit code, its last lines of output). The code is 124 if the time was over.
-    """
-    mark = str(uuid.uuid4())
-    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", MARK: mark}
-    file = Path(folder, "output")
-    script = f"set -o pipefail; ({command}) 2>&1 | tee {shlex.quote(str(file))}"
-    script += "; exit ${PIPESTATUS[0]}"
-    process = subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=env, start_new_session=True)
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        code = 124
-    finally:
-        kill_all(f"{MARK}={mark}".encode())
-        process.wait()
-    return code, file.read_text(errors="replace").splitlines()[-LINES:]
-
-
-def kill_all(mark, patience=30):
-    """Kill every process whose environment holds a mark, for `patience` seconds at most.
-
-    torchrun's workers have sessions of their own, and when it is killed they belong to nobody: to
-    kill a process group, or a tree of processes, would miss them.
-    """
-    deadline = time.monotonic() + patience
-    found = True
-    while found and time.monotonic() < deadline:
-        found = False
-        for file in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it has just ended, or is another user's
-                if mark in file.read_bytes():
-                    os.kill(int(file.parent.name), signal.SIGKILL)
-                    found = True
-        time.sleep(0.05)
-
-
-def passed(path):
-    """Return the names of the parts that have passed."""
-    if not path.exists():
-        return set()
-    return {
-        record["part"]
-        for record in map(json.loads, path.read_text().splitlines())
-        if record["passed"]
-    }
+def show_list(passed):
+    for title, parts in (("Proofs, four at a time", PROOFS), ("Speeds, one at a time", SPEEDS)):
+        print(f"{title}:")
+        for part in parts:
+            state = "passed" if part.name in passed else ""
+            print(f"   {part.name:10} {part.seconds:4} s  {part.what:56} {state}".rstrip())
 
 
 def parse_args():
     parser = Parser(__doc__)
-    parser.add_argument(
-        "parts",
-        nargs="*",
-        metavar="PART",
-        help="parts to run again; all that are not done if none is named",
-    )
-    parser.add_argument("--list", action="store_true", help="list the parts; run nothing")
-    parser.add_argument(
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help="parts to run, also if they have passed")
+    add("--list", action="store_true", help="list the parts; run nothing")
+    add("--rehearse", action="store_true", help="in tiny sizes, on any device; keep no records")
+    add(
         "--minutes",
         type=number(above=0),
         default=math.inf,
         metavar="X",
         help="begin no part that would not end within this time (default: no limit)",
     )
-    parser.add_argument(
-        "--out", default=RESULTS, metavar="DIR", help="folder of the records (default: results)"
-    )
+    add("--data", default="", metavar="FILE", help="a tar file with cifar10/train/CLASS/*.jpg")
+    add("--out", metavar="DIR", help="folder of the records (default: results)")
+    add("--tar", metavar="FILE", help="also pack the records and logs into FILE")
     return parser.parse_args()
 
 
 def main(args):
-    deadline = time.monotonic() + 60 * args.minutes
-    if not torch.cuda.is_available():
+    if not (args.rehearse or args.list or torch.cuda.is_available()):
         raise UserError(
             "found no NVIDIA GPU that torch can use: expected one or more, and a torch built for "
-            "CUDA; see nvidia-smi, or name another Python: PYTHON=/path/to/python make gpu"
+            "CUDA; see nvidia-smi, or name another Python: PYTHON=/path/to/python make gpu; "
+            "without a GPU: python tools/gpu.py --rehearse"
         )
-    machine = Machine.here()
-    out = Path(args.out).resolve()
-    path = out / f"gpu/{machine.name}.jsonl"
-    parts = plan(machine)
-    names = [part.name for part in parts]
+    names = [part.name for part in PROOFS + SPEEDS]
     if unknown := [name for name in args.parts if name not in names]:
-        raise UserError(
-            f"no part {unknown[0]!r} on this machine: expected one or more of {', '.join(names)}"
-        )
-    done = passed(path)
+        raise UserError(f"no part {unknown[0]!r}: expected one or more of {', '.join(names)}")
+    if args.data and not Path(args.data).is_file():
+        raise UserError(f"--data {args.data}: no such file; expected a tar file of images")
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = SIZES
+        if args.rehearse:
+            images = Path(folder, "images")
+            write_images(images)
+            sizes = {name: size.replace("$REHEARSAL", str(images)) for name, size in TINY.items()}
+        out = Path(args.out or (folder if args.rehearse else RESULTS)).resolve()
+        run(args, out, sizes)
+
+
+def run(args, out, sizes):
+    """Run the parts in these sizes, and record them in the folder `out`."""
+    machine = Machine.here()
+    devices = 1 if machine.device == "cpu" else min(8, machine.devices)
+    counts = "1" if devices == 1 else f"1 {devices}"
+    variables = sizes | {"GPUS": str(devices), "COUNTS": counts}
+    variables |= {"DATA": os.path.abspath(args.data), "NAME": machine.name}
+    variables |= {"OUT": os.path.relpath(out, ROOT)}  # for the commands in the records
+    runner = Runner(
+        name=machine.name,
+        out=out,
+        fields={"sizes": sizes} | environment(pick_device()),
+        variables=variables,
+        minutes=args.minutes,
+        limit=lambda part: 900 if args.rehearse else 30 + 2 * part.seconds,
+        tar=args.tar,
+    )
     if args.list:
-        print(f"{machine.name}: {sum(part.minutes for part in parts)} minutes in all")
-        for part in parts:
-            state = "done" if part.name in done else ""
-            print(f"{state:5} {part.name:10} {part.minutes} min  {part.what}")
+        show_list(runner.passed())
         return
+    chosen = args.parts or {part.name for part in PROOFS + SPEEDS} - runner.passed()
+    for name in ("train", "input", "imagenet", "memory"):
+        (out / name).mkdir(parents=True, exist_ok=True)
     for stop_signal in STOP_SIGNALS:
-        # exit through execute(), which leaves no process behind
+        # exit through Runner.run(), which leaves no process behind
         signal.signal(stop_signal, lambda *_: sys.exit(143))
-    chosen = [part for part in parts if part.name in (args.parts or set(names) - done)]
-    failed = []
-    postponed = []
-    for part in chosen:
-        left = deadline - time.monotonic()
-        if 60 * part.minutes > left:
-            postponed.append(part.name)
-            continue
-        record = run(part, machine, out, min(PART_SECONDS, left))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
-            file.write(json.dumps(record) + "\n")
-        verdict = "passed" if record["passed"] else "FAILED"
-        print(f"\n== {part.name}: {verdict} after {record['seconds']:.0f} s", flush=True)
-        if not record["passed"]:
-            failed.append(part.name)
-    print(f"\nrecorded in {path}")
-    again = "python tools/gpu.py"
-    if out == RESULTS:
-        print(f"to draw: make charts MACHINE={machine.name}")
-    else:
-        again += f" --out {shlex.quote(str(args.out))}"
-    if postponed:
-        print(f"no time for {', '.join(postponed)}; to continue: {again}")
-    if failed:
-        raise UserError(f"failed: {', '.join(failed)}; run again: {again} {' '.join(failed)}")
+    try:
+        for parts, at_once in ((PROOFS, SIDE_BY_SIDE), (SPEEDS, 1)):
+            due = [part for part in parts if part.name in chosen]
+            runner.run([part for part in due if args.data or part.name != "data"], at_once)
+    finally:
+        runner.show(PROOFS + SPEEDS)
+    if runner.failed:
+        again = f"python tools/gpu.py{' --rehearse' * args.rehearse}"
+        again += f" --out {args.out}" if args.out else ""
+        failed = " ".join(runner.failed)
+        raise UserError(f"failed: {failed}; run again: {again} {failed}")
 
 
 if __name__ == "__main__":

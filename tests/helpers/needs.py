@@ -5,17 +5,8 @@ import os
 import pytest
 import torch
 
-
-def needs_gpu(test):
-    return pytest.mark.gpu(
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test)
-    )
-
-
-def needs_gpus(test):
-    return pytest.mark.gpu(
-        pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")(test)
-    )
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def need(missing):

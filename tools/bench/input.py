@@ -13,13 +13,15 @@ turns, --repeats times:
     01                01_snsc.py
     limit             the training step alone, on one batch that is already on the device
 
-On a GPU, 01 and the limit need --epochs N, so that they run for ten seconds or more; the classic
-loops run one epoch. A ratio compares runs of the same repeat. Memory is the sum over a loop's
-processes, with shared pages counted once. For large images, the loaders are also compared without
-training, in images per second for one worker.
+--loops chooses some. On a GPU, 01 and the limit need --epochs N, so that they run for ten seconds
+or more; the classic loops run one epoch. A ratio compares runs of the same repeat. Memory is the
+sum over a loop's processes, with shared pages counted once. For large images, the loaders are also
+compared without training, in images per second for one worker.
 """
 
 import json
+import math
+import re
 import statistics
 import subprocess
 import sys
@@ -29,7 +31,6 @@ import time
 import warnings
 from pathlib import Path
 
-import psutil
 import torch
 import torchvision
 from PIL import Image
@@ -59,6 +60,9 @@ CLASSIC_WORKERS = 4
 def add_flags(parser):
     functions = [loop for loop in LOOPS if LOOPS[loop]]
     parser.add_argument(
+        "--loops", nargs="+", choices=LOOPS, help="the loops to run (default: all that can)"
+    )
+    parser.add_argument(
         "--loop",
         choices=functions,
         help="run this loop in this process, print its speed as JSON (internal)",
@@ -76,12 +80,9 @@ def main(args):
         f"{args.repeats} runs of each, in turn"
     )
 
-    loops = list(LOOPS)
-    if args.dataset != "folder":
-        loops.remove("classic, files")
-    if not train_set.in_memory:
-        loops.remove("classic, memory")
     in_memory = train_set.in_memory
+    cannot = {"classic, files": args.dataset != "folder", "classic, memory": not in_memory}
+    loops = [loop for loop in args.loops or LOOPS if not cannot.get(loop)]
     runs = {loop: [] for loop in loops}
     for repeat in range(args.repeats):
         for loop in loops:
@@ -96,16 +97,23 @@ def main(args):
         f"\n{'loop':16} {'img/s, median (range)':>28} {'peak memory':>12}   01 / "
         "loop, median (range)"
     )
+    medians = {}  # of the ratios
     for loop in loops:
         speeds = [run["images_per_second"] for run in runs[loop]]
         memory = max(run["peak_memory_mib"] for run in runs[loop])
         ratios = [
             ours["images_per_second"] / speed
-            for ours, speed in zip(runs["01"], speeds, strict=True)
+            for ours, speed in zip(runs.get("01", []), speeds, strict=False)
         ]
-        print(f"{loop:16} {spread(speeds, '.0f'):>28} {memory:8} MiB   {spread(ratios, '.2f')}")
+        medians[loop] = statistics.median(ratios) if ratios else math.nan
+        ratio = spread(ratios, ".2f") if ratios else ""
+        print(f"{loop:16} {spread(speeds, '.0f'):>28} {memory:8} MiB   {ratio}")
     if not in_memory:
         compare_loaders(args, env)
+    if "01" in loops:
+        speed = statistics.median(run["images_per_second"] for run in runs["01"])
+        others = [f"{medians[loop]:.2f} of {loop}" for loop in loops if loop != "01"]
+        print(", ".join([f"01: {speed:.0f} img/s", *others]))
 
 
 def run_loop(loop, args):
@@ -157,15 +165,19 @@ class PeakMemory:
 
     def _watch(self):
         while not self._end.wait(1):
-            total = 0
-            try:
-                parent = psutil.Process(self.pid)
-                for process in [parent, *parent.children(recursive=True)]:
-                    full = process.memory_full_info()
-                    total += getattr(full, "pss", full.uss)
-            except psutil.Error:  # one of the processes has just exited
-                continue
-            self.mib = max(self.mib, total // 2**20)
+            self.mib = max(self.mib, memory_of(self.pid) // 1024)
+
+
+def memory_of(pid):
+    """Return the memory of a process and its children in KiB: 0 without /proc, or at its end."""
+    process = Path(f"/proc/{pid}")
+    try:
+        total = int(re.search(r"^Pss: *(\d+)", (process / "smaps_rollup").read_text(), re.M)[1])
+        for children in process.glob("task/*/children"):
+            total += sum(map(memory_of, children.read_text().split()))
+    except OSError:  # it has just exited
+        return 0
+    return total
 
 
 def timed(batches, step, device):

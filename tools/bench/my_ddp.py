@@ -14,8 +14,8 @@ use SGD with momentum. For each variant, the table shows
                    N ranks, (N - 1) / N of the size, and twice this for an all-reduce
     state          bytes of optimizer state, of each rank
 
-torch's DDP also broadcasts the statistics of batch norm, which the solutions do not. With NCCL and
-GPUs, this has not been tried yet.
+torch's DDP also broadcasts the statistics of batch norm, which the solutions do not. This benchmark
+has not run on a GPU yet.
 """
 
 import statistics

@@ -4,13 +4,18 @@
     dummy         06_imagenet.py --dummy: all of the script except reading images
     checkpoints   the same, with a checkpoint every --every steps
     files         06_imagenet.py on the photographs of --data-dir
+    plain         a loop as PyTorch's ImageNet example has it: float32, one batch in pinned memory,
+                  loss and accuracy read in each step; only if --runs names it
+    plain-amp     the same with --amp
 Ratios compare runs that follow each other. The cost of a checkpoint is what it adds to the run, for
 one checkpoint every 100 steps. At the end: the loader alone with one worker, compared with PIL
 images transformed one by one.
 
     python tools/bench/train.py --data-dir data/imagenet-mini --batch-size 32 --image-size 224
+    python tools/bench/train.py --runs bare dummy plain plain-amp --arch resnet50 --amp bf16
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -49,6 +54,7 @@ from tools.bench.measure import ROOT, pick_device
 from tools.records import append, checkpoint_cost, spread
 
 RUNS = ("bare", "dummy", "checkpoints", "files")
+PLAIN = ("plain", "plain-amp")
 
 
 def parse_args():
@@ -73,7 +79,14 @@ def parse_args():
     add("--every", type=whole_number(1), default=10, metavar="N", help="steps between checkpoints")
     add("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each kind")
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per run to FILE")
-    add("--bare", action="store_true", help="run the bare step in this process, and print JSON")
+    add(
+        "--runs",
+        nargs="+",
+        choices=(*RUNS, *PLAIN),
+        metavar="RUN",
+        help="the kinds of runs (default: bare, dummy, checkpoints and, with photographs, files)",
+    )
+    add("--inside", choices=("bare", *PLAIN), help=argparse.SUPPRESS)  # run it in this process
     add_machine_flags(parser)
     args = parser.parse_args()
     check_machine_flags(parser, args)
@@ -81,8 +94,14 @@ def parse_args():
 
 
 def main(args):
-    if args.bare:
-        print(json.dumps(bare(args)))
+    if args.inside:
+        loop = bare_loop if args.inside == "bare" else plain_loop
+        speed = timed(loop(args), args)
+        print(
+            json.dumps(
+                {"images_per_second": speed, "peak_memory_mib": round(peak_memory() / 2**20)}
+            )
+        )
         return
     env = environment(pick_device())
     print(
@@ -90,7 +109,8 @@ def main(args):
         f"{args.repeats} runs of each, in turn"
     )
     has_files = os.path.isdir(os.path.join(args.data_dir, "train"))
-    runs = {name: [] for name in RUNS if has_files or name != "files"}
+    names = args.runs or [name for name in RUNS if has_files or name != "files"]
+    runs = {name: [] for name in names}
     for repeat in range(args.repeats):
         for name in runs:
             run = run_one(name, args)
@@ -100,28 +120,38 @@ def main(args):
                 f"   run {repeat + 1}: {name:12} {run['images_per_second']:9.1f} img/s", flush=True
             )
 
-    print(
-        f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   against the bare "
-        "step, median (range)"
-    )
+    print(f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   {names[0]} = 1")
     for name, measured in runs.items():
-        speeds = [run["images_per_second"] for run in measured]
-        ratios = [
-            speed / run["images_per_second"]
-            for speed, run in zip(speeds, runs["bare"], strict=True)
-        ]
         memory = max(run["peak_memory_mib"] for run in measured)
-        print(f"{name:12} {spread(speeds, '.1f'):>28} {memory:8} MiB   {spread(ratios, '.3f')}")
-    pairs = zip(runs["dummy"], runs["checkpoints"], strict=True)
-    costs = [
-        checkpoint_cost(*(run["images_per_second"] for run in pair), vars(args)) for pair in pairs
-    ]
-    print(
-        "a checkpoint every 100 steps costs "
-        f"{spread([100 * cost for cost in costs], '.2f')} % of the time"
-    )
-    if has_files:
+        speeds = [run["images_per_second"] for run in measured]
+        ratio = spread(ratios(measured, runs[names[0]]), ".3f")
+        print(f"{name:12} {spread(speeds, '.1f'):>28} {memory:8} MiB   {ratio}")
+    if "checkpoints" in names and "dummy" in names:
+        pairs = zip(runs["dummy"], runs["checkpoints"], strict=True)
+        costs = [
+            checkpoint_cost(*(run["images_per_second"] for run in pair), vars(args))
+            for pair in pairs
+        ]
+        print(
+            "a checkpoint every 100 steps costs "
+            f"{spread([100 * cost for cost in costs], '.2f')} % of the time"
+        )
+    if "files" in names:
         compare_loaders(args, env)
+    if "dummy" in names:
+        speed = statistics.median(run["images_per_second"] for run in runs["dummy"])
+        others = [
+            f"{statistics.median(ratios(runs['dummy'], runs[name])):.2f} of {name}"
+            for name in names
+            if name in ("bare", *PLAIN)
+        ]
+        print(", ".join([f"06: {speed:.0f} img/s", *others]))
+
+
+def ratios(runs, others):
+    """Return the speed of each run divided by the speed of the other run in the same repeat."""
+    pairs = zip(runs, others, strict=True)
+    return [one["images_per_second"] / other["images_per_second"] for one, other in pairs]
 
 
 def work_of(name, args):
@@ -141,8 +171,9 @@ def run_one(name, args):
     shared += ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
-        if name == "bare":
-            command = [ROOT / "tools/bench/train.py", "--bare", "--steps", args.steps, *shared]
+        if name in ("bare", *PLAIN):
+            command = [ROOT / "tools/bench/train.py", "--inside", name, *shared]
+            command += ["--steps", args.steps]
         else:
             command = [ROOT / "06_imagenet.py", *shared, "--eval-every", 0, "--log-file", log]
             command += ["--checkpoints-path", Path(folder, "checkpoints")]
@@ -155,48 +186,90 @@ def run_one(name, args):
             raise UserError(
                 f"the run {name!r} ended with exit code {done.returncode}; its message is above"
             )
-        last = (done.stdout if name == "bare" else log.read_text()).splitlines()[-1]
+        last = (log.read_text() if log.exists() else done.stdout).splitlines()[-1]
     record = json.loads(last)
     return {key: record[key] for key in ("images_per_second", "peak_memory_mib")}
 
 
-def bare(args):
-    """Repeat the step alone on one batch. The first steps do not count."""
+def bare_loop(args):
+    """Repeat the step of 06 alone, on one batch that is on the device. Yields after each step."""
     device = pick_device()
     torch.backends.cudnn.benchmark = True
-    torch.manual_seed(0)
-    dataset = SimpleNamespace(
-        channels=3, image_size=(args.image_size, args.image_size), num_classes=1000
-    )
-    args.deterministic = False  # as in the run of 06
-    model = build_model(args, dataset).to(device)
+    model = model_of(args, device)
     if args.compile:
         model.compile()
-    images = torch.randn(args.batch_size, 3, *dataset.image_size, device=device)
-    images = images.to(
-        memory_format=torch.channels_last if args.channels_last else torch.contiguous_format
-    )
-    targets = torch.randint(1000, (args.batch_size,), device=device)
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    images, targets = (tensor.to(device) for tensor in batch_of(args))
+    images = images.to(memory_format=layout)
     criterion = nn.CrossEntropyLoss()
     settings = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-5}
     fused = device.type != "cpu"  # as in 06
     optimizer = torch.optim.SGD(model.parameters(), fused=fused, **settings)
     autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    for step in range(args.steps):
+    while True:
         optimizer.zero_grad()
         with autocast:
             loss = criterion(model(images), targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        if step + 1 == warmup_steps(args.steps):
-            synchronize(device)
-            begin = time.perf_counter()
+        yield
+
+
+def plain_loop(args):
+    """Train as PyTorch's ImageNet example does (pytorch/examples, imagenet/main.py), without its
+    loader. Yields after each step.
+    """
+    device = pick_device()
+    args.channels_last = False
+    args.amp = args.amp if args.inside == "plain-amp" else "none"
+    model = model_of(args, device)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
+    batch = batch_of(args)
+    if device.type != "cpu":
+        batch = [tensor.pin_memory() for tensor in batch]
+    while True:
+        images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+        with torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none"):
+            outputs = model(images)
+            loss = criterion(outputs, targets)
+        right = outputs.topk(5).indices == targets[:, None]
+        _ = loss.item(), right[:, 0].float().mean().item(), right.float().sum(1).mean().item()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield
+
+
+def model_of(args, device):
+    """Return the model of 06, on the device."""
+    torch.manual_seed(0)
+    args.deterministic = False  # as in the run of 06
+    size = (args.image_size, args.image_size)
+    dataset = SimpleNamespace(channels=3, image_size=size, num_classes=1000)
+    return build_model(args, dataset).to(device)
+
+
+def batch_of(args):
+    """Return float images (N, 3, size, size) and int64 targets (N,), all random."""
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
+    return images, torch.randint(1000, (args.batch_size,))
+
+
+def timed(loop, args):
+    """Return the images per second of --steps steps. The first ones do not count."""
+    device = pick_device()
+    warmup = warmup_steps(args.steps)
+    for _ in range(warmup):
+        next(loop)
     synchronize(device)
-    seconds = time.perf_counter() - begin
-    speed = (args.steps - warmup_steps(args.steps)) * args.batch_size / seconds
-    return {"images_per_second": speed, "peak_memory_mib": round(peak_memory() / 2**20)}
+    begin = time.perf_counter()
+    for _ in range(args.steps - warmup):
+        next(loop)
+    synchronize(device)
+    return (args.steps - warmup) * args.batch_size / (time.perf_counter() - begin)
 
 
 def compare_loaders(args, env):

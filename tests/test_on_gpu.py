@@ -1,0 +1,169 @@
+"""What only a GPU can show. make gpu runs these tests, and nothing here needs more than pytest,
+psutil and requirements.txt.
+"""
+
+import collections
+import functools
+import math
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from imagenet_runs import final, same
+from needs import needs_gpu, needs_gpus
+from one_device import check_two_ranks_on_one_device, share_device
+from rungs import QUICK
+from test_sync_bn import batches, norm_for, train_and_test
+from torch import nn
+
+from common.distributed import cleaned_up, free_port
+from common.syncbn import SyncBatchNorm, convert_sync_batchnorm
+from imagenet.flags import can_compile
+
+
+@needs_gpu
+def test_a_gpu_is_used_where_there_is_one(run, small_folder):
+    end = run("01_snsc.py", *QUICK, small_folder, "--epochs", 1)
+    assert end.code == 0 and "device: cuda" in end.out and "on the GPU" in end.out
+
+
+@needs_gpus
+def test_dataparallel_splits_batches_over_the_gpus(run, small_folder):
+    gpus = torch.cuda.device_count()
+    end = run("02_snmc_dp.py", *QUICK, small_folder)
+    assert end.code == 0 and f"DataParallel over {gpus} GPUs" in end.out
+
+
+@needs_gpu
+def test_synchronized_batch_norm_agrees_with_pytorchs_own():
+    torch.multiprocessing.spawn(compare_batch_norms, (2, free_port()), nprocs=2)
+
+
+@cleaned_up()
+def compare_batch_norms(rank, world_size, port):
+    # Two processes may share one GPU with gloo, which PyTorch's own takes too.
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    for case in ("even", "uneven", "without weights", "without momentum"):
+        images, gradients = (parts[rank].cuda() for parts in batches(case))
+        norm = norm_for(case)
+        ours = SyncBatchNorm.like(norm).cuda()
+        theirs = convert_sync_batchnorm(norm.cuda())
+        assert type(theirs) is nn.SyncBatchNorm
+        (told, state), (want, wanted) = (
+            train_and_test(n, images, gradients) for n in (ours, theirs)
+        )
+        torch.testing.assert_close((told, state), (want, wanted), rtol=1e-4, atol=1e-4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_06_trains_in_mixed_precision_and_resumes(train, one_each, amp):
+    flags = [one_each, "--batch-size", 20, "--amp", amp, "--channels-last", "--ema", 0.9]
+    flags += ["--accumulate", 2]
+    assert train("run", 1, *flags, "--epochs", 1).wait() == [0]
+    ranks = train("run", 1, *flags, "--epochs", 2, "--resume", "--workers", 2)
+    assert ranks.wait() == [0], ranks.output()
+    assert "device: cuda:0" in ranks.output() and "after step 2 of 4" in ranks.output()
+
+
+@needs_gpu
+@pytest.mark.parametrize("flags", [[], ["--compile"], ["--channels-last"]])
+def test_two_ranks_on_one_gpu_learn_the_same_as_on_cpus(train, one_each, flags):
+    if "--compile" in flags and not can_compile():
+        pytest.skip("no C compiler")
+    on_cpu = functools.partial(train, env={"CUDA_VISIBLE_DEVICES": ""})
+    on_gpu = functools.partial(train, prepare=share_device)
+    check_two_ranks_on_one_device(on_cpu, on_gpu, "cuda:0", one_each, *flags)
+
+
+RESNET = ["--arch", "resnet18", "--image-size", 64]
+
+
+@needs_gpu
+def test_a_killed_06_ends_with_the_same_bits(train, one_each, tmp_path):
+    options = [one_each, *RESNET, "--epochs", 3, "--batch-size", 8, "--checkpoint-every", 2]
+    options += ["--amp", "bf16", "--channels-last", "--deterministic", "--ema", 0.9]
+    assert train("whole", 1, *options).wait() == [0]
+    assert train("killed", 1, *options, kill={0: 8}).wait() == [-9]
+    resumed = train("killed", 1, *options, "--resume")
+    assert resumed.wait() == [0], resumed.output()
+    assert "resumed from" in resumed.output()
+    whole, killed = final(tmp_path / "whole"), final(tmp_path / "killed")
+    assert whole["step"] == killed["step"] == 15
+    for part in ("model", "ema", "optimizer", "scaler", "totals"):
+        assert same(whole[part], killed[part]), part
+
+
+@needs_gpu
+@pytest.mark.parametrize("before", [[], ["--amp", "none"]])
+def test_fp16_has_no_nan_from_the_first_step_on(train, before):
+    """The scale of the loss begins so high that the first steps overflow; also in a run that trains
+    without mixed precision before.
+    """
+    flags = ["--dummy", 640, *RESNET, "--batch-size", 32, "--eval-every", 0]
+    if before:
+        assert train("run", 1, *flags, *before, "--epochs", 1).wait() == [0]
+    ranks = train("run", 1, *flags, "--amp", "fp16", "--epochs", 2, "--resume")
+    assert ranks.wait() == [0], ranks.output()
+    losses = [float(loss) for loss in re.findall(r"== step: .* loss: ([a-z0-9.]+)", ranks.output())]
+    assert len(losses) == (20 if before else 40)
+    assert all(map(math.isfinite, losses))
+
+
+STEPS = 40
+PRINTED = 4  # lines, each of which waits
+
+
+def count_waits(file, rank):
+    """Let torch warn of each operation that waits for the GPU, and count the warnings by line."""
+    counts = collections.Counter()
+
+    def count(message, category, filename, line, *_):
+        if "synchroniz" in str(message):
+            counts[f"{filename}:{line}"] += 1
+            file.write_text("\n".join(f"{n} {place}" for place, n in counts.most_common()))
+
+    warnings.simplefilter("always")
+    warnings.showwarning = count
+    torch.cuda.set_sync_debug_mode("warn")
+
+
+def check_that_no_line_waits(train, prepare, file, *flags):
+    flags = ["--dummy", 16 * STEPS, *RESNET, "--batch-size", 16, "--epochs", 1, *flags]
+    ranks = train("run", 1, *flags, "--print-every", STEPS // PRINTED, prepare=prepare)
+    assert ranks.wait() == [0], ranks.output()
+    waits = file.read_text() if file.exists() else ""
+    often = [line for line in waits.splitlines() if int(line.split()[0]) >= STEPS // 2]
+    assert not often, f"waits in each of {STEPS} steps: {often}"
+
+
+@needs_gpu
+@pytest.mark.parametrize("flags", [[], ["--ema", 0.9, "--clip-grad", 1], ["--amp", "fp16"]])
+def test_no_line_of_06_waits_for_the_gpu_in_each_step(train, tmp_path, flags):
+    file = tmp_path / "counts"
+    prepare = functools.partial(count_waits, file)
+    check_that_no_line_waits(train, prepare, file, *flags)
+    assert file.exists(), "the printed lines wait"
+
+
+def warn_in_each_step(file, rank):
+    torch.cuda.set_sync_debug_mode = lambda mode: None  # there may be no GPU
+    count_waits(file, rank)
+
+    def step(self, *args, original=torch.optim.SGD.step):
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        return original(self, *args)
+
+    torch.optim.SGD.step = step
+
+
+def test_a_line_that_stops_in_each_step_is_noticed(train, tmp_path):
+    prepare = functools.partial(warn_in_each_step, tmp_path / "counts")
+    with pytest.raises(AssertionError, match=rf"'{STEPS} .*{Path(__file__).name}:"):
+        check_that_no_line_waits(train, prepare, tmp_path / "counts", "--arch", "small_net")
