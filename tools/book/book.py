@@ -79,7 +79,8 @@ def translated(block):
             line = f"| {' | '.join(cells)} |" if line.startswith("|") else cells[0]
             line = re.sub(r"(?<=\d) %", "%", line)
         lines.append(line)
-    return "\n".join(lines).replace("](../", "](../../")
+    text = "\n".join(lines).replace("](../", "](../../")
+    return text.replace("](figures/", "](../figures/zh/")
 
 
 def table(name):

@@ -19,15 +19,16 @@ LABELS = ROOT / "docs/zh/labels.json"
 FONT = "WenQuanYi Micro Hei"  # wqy-microhei.ttc
 
 
-def save(fig, name, english):
+def save(fig, name, english, words=LABELS):
     """Write a copy of a figure, with its words translated, to docs/figures/zh/NAME.png.
 
     Args:
         fig: matplotlib figure, already saved in English.
         english: hash of the sources of the English figure.
+        words: path of the file with its words.
 
     Raises:
-        PhraseError: docs/zh/labels.json lacks a word of the figure.
+        PhraseError: the file lacks a word of the figure.
     """
     file = next(
         (path for path in font_manager.findSystemFonts() if Path(path).name == "wqy-microhei.ttc"),
@@ -41,7 +42,7 @@ def save(fig, name, english):
         return
     # matplotlib's own list of fonts may be older than the font
     font_manager.fontManager.addfont(file)
-    labels = Phrases(LABELS)
+    labels = Phrases(words)
     fig = pickle.loads(pickle.dumps(fig))  # a notebook shows the English one after this
     axes = [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]
     fixed = [axis for axis in axes if isinstance(axis.get_major_locator(), FixedLocator)]

@@ -13,7 +13,7 @@ import torchvision
 from common import other_flags
 from imagenet.flags import RecipeParser
 from tools import steps
-from tools.book import step_model, translations
+from tools.book import gpu_figures, step_model, translations
 from tools.records import ROOT, checkpoint_cost, group, hardware, published, records, select, spread
 
 EPOCHS = (1, 5, 10)  # in the table of ResNet-20
@@ -680,7 +680,20 @@ def planning():
     )
 
 
+def gpu(results=None):
+    """Make the figure and the tables of measured and published speeds on GPUs; none before a GPU is
+    recorded.
+    """
+    tables = [table(head, rows) for head, rows in gpu_figures.blocks(results)]
+    if not tables:
+        return ""
+    alt = "Images per second of ResNet-50 on one GPU, measured here and published"
+    sources = [f"- {name}: {text}" for name, text in gpu_figures.published()["sources"].items()]
+    return "\n\n".join([f"![{alt}](figures/gpu.png)", *tables, "\n".join(sources)])
+
+
 TABLES = (
+    gpu,
     ladder,
     cifar10,
     cifar_resnet20,
