@@ -86,7 +86,7 @@ PROOFS = [
     Part("rungs", 80, "01 to 05 train", RUNGS),
     Part("shards", 50, "07 trains, saves, continues, and computes in bf16", SHARDS),
     Part("tests", 40, "the other tests of GPU code", f"{TESTS} tests/test_gpus.py -k '{OTHERS}'"),
-    Part("resume", 25, "06, killed and resumed, has the bits of a whole run", f"{TESTS} -k bits"),
+    Part("resume", 40, "06, killed and resumed, has the bits of a whole run", f"{TESTS} -k bits"),
     Part("fp16", 25, "06 in fp16: no loss is nan, from the first step", f"{TESTS} -k first_step"),
     Part("waits", 25, "no line of 06 waits for the GPU in each step", f"{TESTS} -k waits"),
     Part("preflight", 20, "preflight finds no fault", f"{DDP} launch/preflight.py"),

@@ -693,7 +693,6 @@ def gpu(results=None):
 
 
 TABLES = (
-    gpu,
     ladder,
     cifar10,
     cifar_resnet20,
@@ -717,5 +716,6 @@ TABLES = (
     finetune,
     reencode,
     torchrun,
+    gpu,
 )
 TABLES = {function.__name__: function for function in TABLES}
