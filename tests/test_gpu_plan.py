@@ -56,7 +56,7 @@ ALONE = "mkdir $SHARED/lock; sleep 0.3; rmdir $SHARED/lock"
 
 
 def test_proofs_run_side_by_side_and_speeds_alone(runner):
-    both = runner()
+    both = runner(limit=60)
     both.run([Part("a", 1, "", MEET.format("a", "b")), Part("b", 1, "", MEET.format("b", "a"))], 2)
     both.run([Part(name, 1, "", ALONE) for name in ("c", "d")], 1)
     assert verdicts(both) == dict.fromkeys("abcd", "passed: no output")
