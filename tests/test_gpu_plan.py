@@ -19,6 +19,7 @@ from on_accelerator import Accelerator, built
 from processes import ROOT, STARTED, finished, gone, start
 from rungs import parse
 
+from common.errors import UserError
 from tools import gpu
 from tools.book import book, gpu_figures, tables
 from tools.book.phrases import Phrases
@@ -107,7 +108,7 @@ def test_no_part_begins_that_does_not_fit_into_the_time_or_lacks_its_images(runn
     one.run([Part("long", 70, "", "exit 1"), lacks, Part("short", 50, "", "true")], 1)
     assert verdicts(one) == {
         "long": "not run: no time",
-        "lacks": "not run: no data/none",
+        "lacks": "not run: no data/none; see --data",
         "short": "passed: no output",
     }
     assert not one.failed
@@ -175,6 +176,19 @@ def test_the_minutes_are_those_of_the_whole_list(monkeypatch, capsys):
     begun, table = capsys.readouterr().out.split("\n\n")
     rows = ["rungs         0 s  not run: no time", "speed         0 s  not run: no time"]
     assert begun.splitlines() == rows and table.splitlines()[1:] == rows
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["rung"], "no part 'rung': expected one or more of data, shared, rungs"),
+        (["--data", "none.tar"], "--data none.tar: no such file; expected a tar file of images"),
+    ],
+)
+def test_a_mistake_is_named_before_a_part_begins(monkeypatch, flags, message):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", *flags])
+    with pytest.raises(UserError, match=re.escape(message)):
+        gpu.main(gpu.parse_args())
 
 
 @pytest.mark.flags("tools/gpu.py", "--list", "--out")

@@ -148,7 +148,7 @@ class Runner:
     def reason_to_skip(self, part):
         folder = self.variables.get(part.needs, ".")
         if not (ROOT / folder).is_dir():
-            return f"not run: no {folder}"
+            return f"not run: no {folder}; see --data"
         if part.seconds > self.deadline - time.monotonic():
             return "not run: no time"
         return ""
