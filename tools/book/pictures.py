@@ -437,9 +437,14 @@ def draw_overlap():
     return fig
 
 
+def ours(name):
+    """Return the records of the machine of the figures: those of another one have a table only."""
+    return records.read(records.RESULTS / name / f"{OURS}.jsonl")
+
+
 def draw_trace():
     """Draw a recorded training step of rank 0: tools/bench/trace.py."""
-    record = records.records("trace")[-1]
+    record = ours("trace")[-1]
     spans = record["spans"]
     fig, ax = canvas(7.5, 1.5)
     left, right = 0.95, 7.35
@@ -476,7 +481,7 @@ def draw_trace():
 
 def draw_resnet20():
     """Draw the accuracy of ResNet-20 in its first ten epochs, beside the published log."""
-    runs = records.records("resnet20")
+    runs = ours("resnet20")
     known = records.published()["cifar_resnet20"]
     names = {"train_acc": "accuracy in training (%)", "test_acc": "accuracy on the test set (%)"}
     fig, axes = plt.subplots(1, 2, figsize=(7.5, 3), layout="constrained", sharey=True)
@@ -494,7 +499,7 @@ def draw_resnet20():
 
 def draw_memory():
     """Draw the memory of a rank, measured and computed, by variant: tools/bench/memory.py."""
-    runs = records.records("memory")
+    runs = ours("memory")
     models = records.group(runs, "model", "image_size", "batch_size")
     first = min(run["repeat"] for run in runs)
     fig, axes = plt.subplots(
@@ -541,7 +546,7 @@ def computed(run):
 
 def draw_my_ddp():
     """Draw the time of a training step with DDP by hand, beside torch's: tools/bench/my_ddp.py."""
-    runs = records.read(records.RESULTS / f"my_ddp/{OURS}.jsonl")
+    runs = ours("my_ddp")
     variants = records.group(runs, "variant")
     times = {
         name: [1000 * run["seconds_per_step"] for run in same] for name, same in variants.items()
@@ -579,8 +584,7 @@ PICTURES |= {"my_ddp": draw_my_ddp}
 def fingerprint():
     """Return a hash of the sources of the pictures. A picture with a different hash is stale."""
     names = ("trace", "resnet20", "memory", "my_ddp")
-    recorded = (path for name in names for path in records.files(name))
-    sources = [*SOURCES, *recorded]
+    sources = [*SOURCES, *(records.RESULTS / name / f"{OURS}.jsonl" for name in names)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 

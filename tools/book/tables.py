@@ -341,9 +341,11 @@ def train():
         kinds = group(runs, "run")
         rows = []
         for name, same in kinds.items():
-            base = kinds["classic loader" if "loader" in name else "bare"]
-            ratio = spread(ratios(same, base), ".3f") if same is not base else ""
+            base = kinds.get("classic loader" if "loader" in name else "bare")
+            ratio = spread(ratios(same, base), ".3f") if base and same is not base else ""
             rows.append((name, spread(speeds(same), ".1f"), ratio, peak_memory(same)))
+        if "checkpoints" not in kinds:
+            return table(head, rows)
         costs = [
             100 * checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
             for without, saving in zip(kinds["dummy"], kinds["checkpoints"], strict=True)
