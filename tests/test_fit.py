@@ -365,7 +365,7 @@ def recorded(monkeypatch):
             run["images_per_second"] = 10.0 * (row + 1) + repeat
             found.append(run)
     monkeypatch.setattr(tables, "records", lambda name: found)
-    monkeypatch.setattr(pictures.records, "records", lambda name: found)
+    monkeypatch.setattr(pictures, "ours", lambda name: found)
     return found
 
 

@@ -72,7 +72,8 @@ def test_06_is_recorded_at_the_speed_of_the_bare_step():
                 a / b for a, b in zip(speeds[ours], speeds[other], strict=True)
             )
 
-        assert ratio("dummy", "bare") >= 0.97
+        if "bare" in speeds:  # not beside --compile
+            assert ratio("dummy", "bare") >= 0.97
         # smaller ones cost their decoding, which is the same for both
         if device == "cpu" and size == 224:
             assert ratio("our loader", "classic loader") >= 1.4
