@@ -324,7 +324,7 @@ def test_a_rehearsal_on_a_pretend_accelerator(without_other_packages, tmp_path):
     assert said["waits"].startswith("no answer: 3 skipped"), "they need a GPU"
     ratio = r"\d+\.\d+ of"
     found = said["resnet50"]
-    assert re.search(rf"06: \d+ img/s, {ratio} bare, {ratio} plain, {ratio} plain-amp", found)
+    assert re.search(rf"06: \d+ img/s, {ratio} bare, {ratio} example, {ratio} example-amp", found)
     assert re.search(rf"01: \d+ img/s, {ratio} classic, memory, {ratio} limit", said["input"])
     assert said["cifar10"].startswith("passed: done: top-1")
     with tarfile.open(tmp_path / "tgz") as tar:
@@ -380,7 +380,7 @@ def test_the_figures_of_a_gpu_appear_beside_published_ones_once_they_are_recorde
     assert tables.gpu(tmp_path) == "", "nothing is recorded"
     gpu_of = {"device": "cuda", "device_name": "NVIDIA X1", "torch": "2.11", "model": "resnet50"}
     gpu_of |= {"amp": "bf16", "channels_last": True, "compile": False, "batch_size": 256}
-    for run, speed in (("dummy", 2900), ("plain", 1200), ("dummy", 3100), ("bare", 3000)):
+    for run, speed in (("dummy", 2900), ("example", 1200), ("dummy", 3100), ("bare", 3000)):
         write_record(tmp_path / "train", **gpu_of, run=run, images_per_second=speed)
     of_06 = {"started": "1", "dataset": "data/cifar10", "image_size": 128, "device": "cuda"}
     for epoch, accuracy in ((1, 50.0), (2, 91.25)):

@@ -64,7 +64,7 @@ TRAIN = (
     "python tools/bench/train.py $RESNET50 --amp bf16 --channels-last "
     '--log-file "$OUT/train/$NAME.jsonl" --runs'
 )
-ALL = "bare dummy plain plain-amp"
+ALL = "bare dummy example example-amp"
 INPUT = """
     python tools/bench/input.py --dataset folder --data-dir $IMAGES $INPUT \\
         --loops "classic, memory" 01 limit --log-file "$OUT/input/$NAME.jsonl"

@@ -4,15 +4,15 @@
     dummy         06_imagenet.py --dummy: all of the script except reading images
     checkpoints   the same, with a checkpoint every --every steps
     files         06_imagenet.py on the photographs of --data-dir
-    plain         a loop as PyTorch's ImageNet example has it: float32, one batch in pinned memory,
+    example       a loop as PyTorch's ImageNet example has it: float32, one batch in pinned memory,
                   loss and accuracy read in each step; only if --runs names it
-    plain-amp     the same with --amp
+    example-amp   the same with --amp
 Ratios compare runs that follow each other. The cost of a checkpoint is what it adds to the run, for
 one checkpoint every 100 steps. At the end: the loader alone with one worker, compared with PIL
 images transformed one by one.
 
     python tools/bench/train.py --data-dir data/imagenet-mini --batch-size 32 --image-size 224
-    python tools/bench/train.py --runs bare dummy plain plain-amp --arch resnet50 --amp bf16
+    python tools/bench/train.py --runs bare dummy example example-amp --arch resnet50 --amp bf16
 """
 
 import argparse
@@ -54,7 +54,7 @@ from tools.bench.measure import ROOT, pick_device
 from tools.records import append, checkpoint_cost, spread
 
 RUNS = ("bare", "dummy", "checkpoints", "files")
-PLAIN = ("plain", "plain-amp")
+EXAMPLES = ("example", "example-amp")
 
 
 def parse_args():
@@ -82,11 +82,11 @@ def parse_args():
     add(
         "--runs",
         nargs="+",
-        choices=(*RUNS, *PLAIN),
+        choices=(*RUNS, *EXAMPLES),
         metavar="RUN",
         help="the kinds of runs (default: bare, dummy, checkpoints and, with photographs, files)",
     )
-    add("--inside", choices=("bare", *PLAIN), help=argparse.SUPPRESS)  # run it in this process
+    add("--inside", choices=("bare", *EXAMPLES), help=argparse.SUPPRESS)  # run it in this process
     add_machine_flags(parser)
     args = parser.parse_args()
     check_machine_flags(parser, args)
@@ -95,7 +95,7 @@ def parse_args():
 
 def main(args):
     if args.inside:
-        loop = bare_loop if args.inside == "bare" else plain_loop
+        loop = bare_loop if args.inside == "bare" else example_loop
         speed = timed(loop(args), args)
         print(
             json.dumps(
@@ -143,7 +143,7 @@ def main(args):
         others = [
             f"{statistics.median(ratios(runs['dummy'], runs[name])):.2f} of {name}"
             for name in names
-            if name in ("bare", *PLAIN)
+            if name in ("bare", *EXAMPLES)
         ]
         print(", ".join([f"06: {speed:.0f} img/s", *others]))
 
@@ -171,7 +171,7 @@ def run_one(name, args):
     shared += ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
-        if name in ("bare", *PLAIN):
+        if name in ("bare", *EXAMPLES):
             command = [ROOT / "tools/bench/train.py", "--inside", name, *shared]
             command += ["--steps", args.steps]
         else:
@@ -217,13 +217,13 @@ def bare_loop(args):
         yield
 
 
-def plain_loop(args):
+def example_loop(args):
     """Train as PyTorch's ImageNet example does (pytorch/examples, imagenet/main.py), without its
     loader. Yields after each step.
     """
     device = pick_device()
     args.channels_last = False
-    args.amp = args.amp if args.inside == "plain-amp" else "none"
+    args.amp = args.amp if args.inside == "example-amp" else "none"
     model = model_of(args, device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)

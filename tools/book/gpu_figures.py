@@ -19,8 +19,8 @@ from tools.records import RESULTS, group, records, spread
 RUNS = {
     "dummy": "`06`",
     "bare": "bare training step",
-    "plain": "plain loop, float32",
-    "plain-amp": "plain loop",
+    "example": "plain loop, float32",
+    "example-amp": "plain loop",
 }
 HERE = "here"
 LABELS = ROOT / "docs/zh/labels_gpu.json"  # apart, because all other figures hash their words
@@ -41,8 +41,8 @@ def measured_resnet50(results=None):
         runs, *columns
     ).items():
         words = [RUNS[run]]
-        words += [amp] * (amp != "none" and run != "plain")
-        words += ["channels_last"] * (channels_last and not run.startswith("plain"))
+        words += [amp] * (amp != "none" and run != "example")
+        words += ["channels_last"] * (channels_last and not run.startswith("example"))
         words += ["--compile"] * compiled
         words += [f"batch {batch}", f"torch {torch}", f"runs: {len(same)}"]
         rows.append((gpu, [r["images_per_second"] for r in same], ", ".join(words)))
