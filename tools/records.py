@@ -167,6 +167,12 @@ def spread(values, form):
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
+def ratios(runs, others):
+    """Return the speed of each run divided by the speed of the other run in the same repeat."""
+    pairs = zip(runs, others, strict=True)
+    return [one["images_per_second"] / other["images_per_second"] for one, other in pairs]
+
+
 def checkpoint_seconds(without, saving):
     """Return the seconds that one checkpoint adds to a run, from the records of a run without and a
     run with them.

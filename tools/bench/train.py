@@ -51,7 +51,7 @@ from imagenet.loader import build_loader
 from imagenet.model import build_model
 from imagenet.sampler import GlobalBatchSampler
 from tools.bench.measure import ROOT, pick_device
-from tools.records import append, checkpoint_cost, spread
+from tools.records import append, checkpoint_cost, ratios, spread
 
 RUNS = ("bare", "dummy", "checkpoints", "files")
 EXAMPLES = ("example", "example-amp")
@@ -146,12 +146,6 @@ def main(args):
             if name in ("bare", *EXAMPLES)
         ]
         print(", ".join([f"06: {speed:.0f} img/s", *others]))
-
-
-def ratios(runs, others):
-    """Return the speed of each run divided by the speed of the other run in the same repeat."""
-    pairs = zip(runs, others, strict=True)
-    return [one["images_per_second"] / other["images_per_second"] for one, other in pairs]
 
 
 def work_of(name, args):

@@ -14,7 +14,17 @@ from common import other_flags
 from imagenet.flags import RecipeParser
 from tools import steps
 from tools.book import gpu_figures, step_model, translations
-from tools.records import ROOT, checkpoint_cost, group, hardware, published, records, select, spread
+from tools.records import (
+    ROOT,
+    checkpoint_cost,
+    group,
+    hardware,
+    published,
+    ratios,
+    records,
+    select,
+    spread,
+)
 
 EPOCHS = (1, 5, 10)  # in the table of ResNet-20
 
@@ -90,11 +100,6 @@ def without_outputs(command):
 def speeds(runs):
     """Return the images per second of each run."""
     return [run["images_per_second"] for run in runs]
-
-
-def ratios(runs, others):
-    """Return the speed of each run divided by the speed of the other run in the same repeat."""
-    return [a / b for a, b in zip(speeds(runs), speeds(others), strict=True)]
 
 
 def peak_memory(runs):
