@@ -53,16 +53,16 @@ def verdicts(runner):
 
 
 MEET = "touch $SHARED/{0}; until [ -e $SHARED/{1} ]; do sleep 0.05; done"
-ALONE = "mkdir $SHARED/lock; sleep 0.3; rmdir $SHARED/lock"
+ALONE = "mkdir $SHARED/lock; sleep {0}; rmdir $SHARED/lock"
 
 
 def test_proofs_run_side_by_side_and_speeds_alone(runner):
     both = runner(limit=60)
     both.run([Part("a", 1, "", MEET.format("a", "b")), Part("b", 1, "", MEET.format("b", "a"))], 2)
-    both.run([Part(name, 1, "", ALONE) for name in ("c", "d")], 1)
+    both.run([Part(name, 1, "", ALONE.format(0.3)) for name in ("c", "d")], 1)
     assert verdicts(both) == dict.fromkeys("abcd", "passed: no output")
     together = runner()
-    together.run([Part(name, 1, "", ALONE) for name in ("c", "d")], 2)
+    together.run([Part(name, 1, "", ALONE.format(5)) for name in ("c", "d")], 2)
     assert len(together.failed) == 1, "which is how the line above would fail"
 
 
