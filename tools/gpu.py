@@ -34,8 +34,9 @@ from tools.records import RESULTS
 
 SIDE_BY_SIDE = 4  # proofs
 DDP = "torchrun --nproc-per-node=$GPUS"
-TESTS = "python -m pytest -q -p no:cacheprovider tests/test_on_gpu.py"
+TESTS = "python -m pytest -q -p no:cacheprovider tests/core/test_on_gpu.py"
 OTHERS = "not two_ranks and not bits and not first_step and not waits"
+GPU_CODE = f"{TESTS} tests/core/test_gpus.py -k '{OTHERS}'"
 # What srun tells the only task of a step.
 ONE_TASK = (
     "SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 "
@@ -85,7 +86,7 @@ PROOFS = [
     Part("shared", 90, "two ranks on one GPU learn as on CPUs, over gloo", f"{TESTS} -k two_ranks"),
     Part("rungs", 80, "01 to 05 train", RUNGS),
     Part("shards", 50, "07 trains, saves, continues, and computes in bf16", SHARDS),
-    Part("tests", 40, "the other tests of GPU code", f"{TESTS} tests/test_gpus.py -k '{OTHERS}'"),
+    Part("tests", 40, "the other tests of GPU code", GPU_CODE),
     Part("resume", 40, "06, killed and resumed, has the bits of a whole run", f"{TESTS} -k bits"),
     Part("fp16", 25, "06 in fp16: no loss is nan, from the first step", f"{TESTS} -k first_step"),
     Part("waits", 25, "no line of 06 waits for the GPU in each step", f"{TESTS} -k waits"),

@@ -2,7 +2,7 @@
 
     python tools/mutants/reached.py                    the quick tests: ten minutes on two cores
     python tools/mutants/reached.py -m slow            the slow tests too, added to what is there
-    python tools/mutants/reached.py tests/test_data.py    these tests again, after a change
+    python tools/mutants/reached.py tests/core/test_data.py    these tests again, after a change
 
 The other arguments are those of pytest. The record is .venv/reached.json. coverage.py traces this
 process, and every Python process that a test starts. A process that is killed leaves no trace.

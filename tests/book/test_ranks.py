@@ -12,7 +12,6 @@ from common.errors import UserError
 from tools.bench import ranks
 
 
-@pytest.mark.flags("tools/bench/ranks.py", "--votes", "--ranks", "--log-file")
 @pytest.mark.slow
 def test_votes_and_06_are_measured_and_recorded(tmp_path):
     command = [sys.executable, "tools/bench/ranks.py", "--votes", "3", "--ranks", "4"]

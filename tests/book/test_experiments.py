@@ -74,8 +74,6 @@ def test_on_gpus_a_run_trains_long_enough_to_be_measured():
     assert all(" --epochs 1 " in command for command in commands("speed", LAPTOP))
 
 
-@pytest.mark.flags("tools/experiments.py", "--data-dir", "--arch", "--limit", "--epochs")
-@pytest.mark.flags("tools/experiments.py", "--machine", "--dry-run")
 def test_flags_stand_in_the_commands_that_they_change(monkeypatch, capsys, tmp_path):
     wanted = {"--data-dir": tmp_path, "--arch": "mnist_net", "--limit": 77, "--epochs": 3}
     given = [part for flag in wanted.items() for part in flag]
@@ -105,7 +103,6 @@ def test_flags_stand_in_the_commands_that_they_change(monkeypatch, capsys, tmp_p
     assert out.splitlines()[-1] == commands("accuracy", LAPTOP)[-1]
 
 
-@pytest.mark.flags("tools/experiments.py", "--processes")
 def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
     assert counts(commands("speed", LAPTOP)) == {1, 2} and counts(commands("speed", BOX)) == {
         1,
@@ -151,7 +148,6 @@ def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
             commands(name, LAPTOP, "--processes", 1)
 
 
-@pytest.mark.flags("tools/experiments.py", "--list", "--dry-run")
 def test_a_list_goes_on_after_what_this_machine_cannot_do(monkeypatch, capsys, tmp_path):
     """A list goes on after an experiment that this machine cannot do."""
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
@@ -197,7 +193,6 @@ def test_the_ladders_of_accuracy_differ_in_what_they_are_about():
     assert all("--nproc-per-node=16 " in command for command in plan[1:])
 
 
-@pytest.mark.flags("tools/experiments.py", "--repeats")
 def test_sync_bn_is_compared_on_the_same_images_in_a_step():
     """Synchronised batch norm is compared on the same images in a step."""
     plan = commands("syncbn", LAPTOP, "--repeats", 1)
@@ -440,7 +435,6 @@ def test_half_a_run_counts_as_none(results):
     assert experiments.recorded(path) == {"bench", "a --epochs 3"}
 
 
-@pytest.mark.flags("tools/experiments.py", "--machine")
 def test_a_file_without_records_is_named_before_anything_runs(results, capsys):
     """A file that holds no records is named before anything runs."""
     (results / "speed").mkdir(parents=True)
@@ -451,7 +445,6 @@ def test_a_file_without_records_is_named_before_anything_runs(results, capsys):
         experiments.main(asked("speed", "--machine", "tiny"))
 
 
-@pytest.mark.flags("tools/experiments.py", "--out")
 def test_records_may_lie_in_another_folder(tmp_path):
     path = tmp_path / "carried/speed/tiny.jsonl"
     path.parent.mkdir(parents=True)

@@ -29,7 +29,6 @@ def losses(out):
 # They learn
 
 
-@pytest.mark.flags("01 to 05", "--lr", "--log-file", "--save")
 def test_a_first_run_sees_loss_fall_and_test_accuracy_rise(run, tmp_path, monkeypatch):
     """A first run sees loss fall and test accuracy rise and needs no network."""
     for name in ("connect", "connect_ex"):
@@ -60,7 +59,6 @@ def test_a_first_run_sees_loss_fall_and_test_accuracy_rise(run, tmp_path, monkey
     assert abs(100 * right / len(test) - last["test_acc"]) < 0.1
 
 
-@pytest.mark.flags("01 to 05", "--dataset", "--data-dir")
 @pytest.mark.parametrize("script", IN_PROCESS)
 def test_a_folder_of_small_images_is_learned(run, tmp_path, script):
     write_images(tmp_path, "train", (32, 32), per_class=40)
@@ -90,7 +88,6 @@ def test_one_seed_gives_one_result_and_another_seed_another(run, small_folder):
     assert losses(first.out) == losses(again.out) != losses(other.out)
 
 
-@pytest.mark.flags("01 to 05", "--seed", "--epochs")
 @pytest.mark.parametrize("script", IN_PROCESS)
 def test_the_order_of_images_begins_as_distributed_samplers(run, small_folder, monkeypatch, script):
     """The order of images begins as distributed samplers and then changes."""
@@ -136,7 +133,6 @@ def test_dataparallel_without_gpus_trains_exactly_as_01(run, small_folder, tmp_p
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.flags("01 to 05", "--arch", "--save")
 def test_the_saved_weights_fit_torchvisions_own_network(run, small_folder, tmp_path):
     run(
         "02_snmc_dp.py",
@@ -153,8 +149,6 @@ def test_the_saved_weights_fit_torchvisions_own_network(run, small_folder, tmp_p
     net.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
 
 
-@pytest.mark.flags("01 to 05", "--epochs", "--batch-size", "--lr", "--warmup-epochs")
-@pytest.mark.flags("01 to 05", "--augment", "--seed", "--print-every")
 def test_01_trains_as_a_plain_pytorch_loop(run, tmp_path):
     """Pillow reads the images; statistics, rates and printed numbers are computed here; only the
     model is ours.
@@ -219,14 +213,12 @@ def test_01_trains_as_a_plain_pytorch_loop(run, tmp_path):
 # Their options
 
 
-@pytest.mark.flags("01 to 05", "--lr-scaling")
 def test_the_learning_rate_follows_the_batch_size(run, small_folder):
     """The learning rate follows the batch size unless told not to."""
     assert "lr 0.01 -> 0.0003125" in run("01_snsc.py", *QUICK, small_folder).out
     assert "lr 0.01 -> 0.01" in run("01_snsc.py", *QUICK, small_folder, "--lr-scaling", "none").out
 
 
-@pytest.mark.flags("01 to 05", "--lr", "--lr-scaling", "--warmup-epochs")
 @pytest.mark.parametrize("script", IN_PROCESS)
 def test_the_learning_rate_climbs_to_its_peak_in_the_warm_up(
     run, small_folder, monkeypatch, script

@@ -153,7 +153,6 @@ def of_parts():
     return found
 
 
-@pytest.mark.flags("tools/gpu.py", "--rehearse")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_no_process_behind(number):
     process = start("tools/gpu.py", "--rehearse", "rungs", "preflight")
@@ -168,7 +167,6 @@ def test_a_signal_leaves_no_process_behind(number):
     assert re.search(r"^rungs +\d+ s  stopped$", out, re.M)
 
 
-@pytest.mark.flags("tools/gpu.py", "--minutes")
 def test_the_minutes_are_those_of_the_whole_list(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--minutes", "0.2", "speed", "rungs"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
@@ -191,7 +189,6 @@ def test_a_mistake_is_named_before_a_part_begins(monkeypatch, flags, message):
         gpu.main(gpu.parse_args())
 
 
-@pytest.mark.flags("tools/gpu.py", "--list", "--out")
 def test_the_list_says_what_has_passed(monkeypatch, capsys, tmp_path):
     file = tmp_path / f"gpu/{gpu.Machine.here().name}.jsonl"
     file.parent.mkdir()
@@ -294,7 +291,6 @@ def test_no_program_of_the_list_needs_another_package(without_other_packages):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.flags("tools/gpu.py", "--tar")
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_a_rehearsal_on_a_pretend_accelerator(without_other_packages, tmp_path):
@@ -337,7 +333,6 @@ def test_a_rehearsal_on_a_pretend_accelerator(without_other_packages, tmp_path):
     assert {record["device"] for record in measured} == {"pretend"}
 
 
-@pytest.mark.flags("tools/gpu.py", "--data")
 def test_packed_images_are_unpacked_where_there_are_none(runner, tmp_path):
     (tmp_path / "cifar10/train").mkdir(parents=True)
     with tarfile.open(tmp_path / "images.tar.xz", "w:xz") as tar:

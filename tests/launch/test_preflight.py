@@ -73,7 +73,6 @@ def on_two(hosts, *flags, variables=({}, {}), fake=None):
     return end
 
 
-@pytest.mark.flags("launch/preflight.py", "--json")
 @pytest.mark.slow
 def test_torchrun_on_two_hosts_has_a_verdict_for_each_check(hosts):
     """Torchrun on two hosts passes with a verdict for each check and times by size."""

@@ -303,8 +303,6 @@ def test_one_process_needs_what_is_computed(
         assert measured["held_bytes"][name] == pytest.approx(getattr(held, name), rel=0.001)
 
 
-@pytest.mark.flags("tools/bench/memory.py", "--arch", "--image-size", "--batch-size", "--steps")
-@pytest.mark.flags("tools/bench/memory.py", "--processes", "--repeats", "--seed", "--log-file")
 @pytest.mark.slow
 def test_the_memory_benchmark_of_two_ranks_measures_what_is_computed(tmp_path):
     log = tmp_path / "log.jsonl"
@@ -436,8 +434,6 @@ def rows(arguments, monkeypatch, capsys):
 NUMBERS = "--weights-m 1000 --activations-mb-per-image 160 --blocks 10 --batch-size 10 --gpus 16"
 
 
-@pytest.mark.flags("tools/fit.py", "--weights-m", "--activations-mb-per-image", "--blocks")
-@pytest.mark.flags("tools/fit.py", "--batch-size", "--gpus", "--gpus-per-machine", "--memory-gb")
 def test_the_table_of_a_model_given_by_numbers(monkeypatch, capsys):
     """The sums of DDP and HSDP, computed by hand."""
     found, last = rows(f"{NUMBERS} --gpus-per-machine 4 --memory-gb 9", monkeypatch, capsys)
@@ -458,7 +454,6 @@ def test_the_table_of_a_model_given_by_numbers(monkeypatch, capsys):
     assert len(one_machine) == 8 and not any(name.startswith("HSDP") for name in one_machine)
 
 
-@pytest.mark.flags("tools/fit.py", "--margin-percent", "--memory-gb")
 def test_a_margin_stays_free(monkeypatch, capsys):
     def simplest(more):
         return rows(f"{NUMBERS} {more}", monkeypatch, capsys)[1]
@@ -468,7 +463,6 @@ def test_a_margin_stays_free(monkeypatch, capsys):
     assert "FSDP" in simplest("--memory-gb 20 --margin-percent 50")
 
 
-@pytest.mark.flags("tools/fit.py", "--optimizer", "--amp")
 def test_the_optimizer_and_bf16_change_their_columns(monkeypatch, capsys):
     def cells(more):
         return rows(f"{NUMBERS} --memory-gb 80 {more}", monkeypatch, capsys)[0]
@@ -479,7 +473,6 @@ def test_the_optimizer_and_bf16_change_their_columns(monkeypatch, capsys):
     assert [cells("")["FSDP"][4], cells("--amp bf16")["FSDP"][4]] == ["1.60", "1.00"]
 
 
-@pytest.mark.flags("tools/fit.py", "--arch", "--image-size")
 def test_a_model_of_torchvision_brings_its_own_numbers(monkeypatch, capsys):
     def activations(size):
         given = f"--arch resnet18 --image-size {size} --batch-size 32 --gpus 2 --memory-gb 24"

@@ -38,7 +38,6 @@ def wait_briefly_for_torchrun(rank):
     signals.DELAY = 0.2
 
 
-@pytest.mark.flags("06_imagenet.py", "--resume")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_one_rank_makes_all_save_the_same_step(train, one_each, tmp_path, name):
     """A signal to one rank makes all save the same step and leave."""

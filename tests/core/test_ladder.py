@@ -160,7 +160,6 @@ WORLDS = [("torchrun", 2), ("mp.spawn", 2), ("srun", 2), ("forked", 4)]
 WORLDS += [("sharded", 2), ("sharded", 4)]
 
 
-@pytest.mark.flags("01 to 05", "--batch-size", "--lr", "--lr-scaling", "--augment", "--save")
 @pytest.mark.parametrize(("launcher", "world_size"), WORLDS)
 def test_without_batch_norm_any_world_learns_the_same(train, launcher, world_size):
     """A network without batch norm learns the same on any number of processes."""
@@ -184,7 +183,6 @@ def test_without_batch_norm_any_world_learns_the_same(train, launcher, world_siz
     ) in many.out
 
 
-@pytest.mark.flags("03 to 05", "--sync-bn")
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["forked", "sharded"])
 def test_resnet18_with_sync_bn_learns_the_same_on_two_processes(train, launcher):
@@ -219,7 +217,6 @@ def test_without_the_wrap_a_rank_learns_from_its_own_images(train):
     assert distance(alone, one) > 1e-3
 
 
-@pytest.mark.flags("01 to 05", "--log-file")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_1003_test_images_are_counted_once_each(world_size, tmp_path):
     """At a rate too low to change a weight, so that every run tests the same network.

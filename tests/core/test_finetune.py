@@ -96,7 +96,6 @@ def test_freezing_nothing_or_everything_is_refused():
         finetune.freeze(model_of("resnet18", 4), "conv1,bn1,layer,fc")
 
 
-@pytest.mark.flags("06_imagenet.py", "--weights", "--new-head", "--freeze")
 def test_a_part_of_a_model_is_trained_on_other_classes(train, one_each, tmp_path):
     """A part of a model is trained on other classes by two ranks and resumed."""
     dummy = ["--dummy", 20, "--epochs", 1, "--batch-size", 10]
@@ -127,7 +126,6 @@ def test_a_part_of_a_model_is_trained_on_other_classes(train, one_each, tmp_path
     assert other_parts.wait() == [2] and "--freeze features, but" in other_parts.output()
 
 
-@pytest.mark.flags("06_imagenet.py", "--weights")
 def test_weights_of_torchvision_are_downloaded_by_one_rank(monkeypatch):
     """Weights of torchvision are downloaded by one rank and read by all."""
     calls = []

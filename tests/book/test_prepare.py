@@ -144,7 +144,6 @@ def test_new_images_do_not_move_an_only_validation_image(flowers, tmp_path, monk
     assert before.items() <= after.items() and len(after) == len(before) + 40
 
 
-@pytest.mark.flags("tools/prepare_imagenet.py", "--short-side")
 def test_large_images_are_resized_on_their_short_side(flowers, tmp_path, monkeypatch):
     """Large images are resized on their short side and small ones kept."""
     (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))
@@ -166,7 +165,6 @@ def test_large_images_are_resized_on_their_short_side(flowers, tmp_path, monkeyp
     assert kept.read_bytes() == (flowers / "rose/7.jpg").read_bytes()
 
 
-@pytest.mark.flags("tools/prepare_imagenet.py", "--quality")
 def test_resized_images_have_the_quality_of_the_flag(flowers, tmp_path, monkeypatch):
     """The tables in a JPEG file, by which its numbers were divided, tell the quality."""
     (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))

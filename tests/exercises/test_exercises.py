@@ -289,7 +289,6 @@ def solve(folder, number):
     shutil.copy(file_of(FOLDER / "solutions", number), folder)
 
 
-@pytest.mark.flags("exercises/check.py", "--folder")
 def test_the_first_call_lists_the_exercises_and_creates_the_file_of_the_first(check, tmp_path):
     code, out = check()
     assert code == 0
@@ -330,7 +329,6 @@ def test_an_exercise_that_has_passed_makes_the_next_one_next(english_locale, tmp
     assert json.loads((tmp_path / "passed.json").read_text()) == [1, 2, 3]
 
 
-@pytest.mark.flags("exercises/check.py", "--reset")
 def test_reset_begins_again_and_keeps_the_files_of_the_reader(check, tmp_path):
     check()
     mine = tmp_path / MINE
@@ -343,7 +341,6 @@ def test_reset_begins_again_and_keeps_the_files_of_the_reader(check, tmp_path):
     assert mine.with_suffix(".old").read_text() == "# a try\n"
 
 
-@pytest.mark.flags("exercises/check.py", "--hint", "--solution")
 def test_hint_and_solution_are_printed(check):
     code, out = check(1, "--hint")
     assert code == 0 and english.TEXTS[1].hint in out
@@ -360,7 +357,6 @@ def test_a_wrong_command_ends_with_exit_code_2(check):
         assert code == 2 and "check.py: error: " in out, flags
 
 
-@pytest.mark.flags("exercises/check.py", "--zh")
 def test_chinese_is_spoken_if_asked_for_or_if_the_locale_is_chinese(check, tmp_path, monkeypatch):
     mine = tmp_path / MINE
     by_flag = check("--zh")
@@ -376,7 +372,6 @@ def test_chinese_is_spoken_if_asked_for_or_if_the_locale_is_chinese(check, tmp_p
     assert chinese.TEXTS[1].hint in check(1, "--hint")[1]
 
 
-@pytest.mark.flags("exercises/check.py", "--limit")
 def test_the_limit_stops_a_program(check, tmp_path):
     (tmp_path / MINE).write_text(solution_with("while True: pass"))
     code, out = check(1, "--limit", 1)
@@ -389,7 +384,6 @@ def test_a_file_with_a_chinese_docstring_runs(judge):
     assert answer.passed, answer
 
 
-@pytest.mark.flags("exercises/check.py", "--all")
 def test_all_checks_the_files_that_exist(check, tmp_path):
     solve(tmp_path, 4)
     code, out = check("--all")
@@ -403,7 +397,6 @@ def test_all_solutions_pass():
     assert code == 0 and len(re.findall(r"^.. passed ", out, re.M)) == len(NUMBERS), out + err
 
 
-@pytest.mark.flags("exercises/check.py", "--watch")
 def test_watch_notices_a_saved_mend_and_goes_on_to_the_next(english_locale, tmp_path):
     (tmp_path / "passed.json").write_text(json.dumps([1, 2, 3]))
     watching = start(CHECK, 4, "--watch", "--folder", tmp_path)

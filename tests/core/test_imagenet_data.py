@@ -60,7 +60,6 @@ def test_one_image_in_a_hundred_may_be_damaged(alone):
         damaged.sync()
 
 
-@pytest.mark.flags("06_imagenet.py", "--val-path")
 def test_validation_images_lie_beside_or_where_val_path_says(one_each, tmp_path):
     """Validation images lie beside the training images or where val path says."""
     write_images(tmp_path, "test", (40, 44), ["a", "b"], 1)

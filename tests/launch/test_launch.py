@@ -367,7 +367,6 @@ def command_of(script, node_rank, folder):
     return [*command.split(), *map(str, [*QUICK, folder, "--epochs", 2])]
 
 
-@pytest.mark.flags("04_mnmc_ddp_mp.py", "--nproc-per-node", "--nodes", "--node-rank", "--dist-url")
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py"])
 def test_two_hosts_train_by_the_command_of_the_docstring(hosts, script, small_folder):

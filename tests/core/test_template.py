@@ -86,7 +86,6 @@ def numbers(lines):
 FLAGS = ["train.py", "--epochs", 3, "--batch-size", 500]
 
 
-@pytest.mark.flags("template/train.py", "--resume", "--checkpoints", "--epochs")
 def test_two_processes_train_the_same_as_one(project, one, two):
     """Two processes train the same as one which goes on for more epochs."""
     (one, checkpoints), (two, checkpoints_of_two) = one, two
@@ -113,7 +112,6 @@ def test_two_processes_train_the_same_as_one(project, one, two):
     assert float(re.search(r"train loss ([\d.]+)", more[2])[1]) < before, "it goes on to learn"
 
 
-@pytest.mark.flags("template/train.py", "--amp")
 def test_fp16_learns_the_same_and_keeps_its_scale_at_a_resume(project, one):
     flags = [*FLAGS, "--amp", "fp16"]
     printed = []
@@ -187,7 +185,6 @@ def test_losses_and_accuracies_are_those_of_a_plain_loop(processes, request):
     assert saved["best"] == pytest.approx(max(line[3] for line in lines[:3]) / 100, abs=0.0011)
 
 
-@pytest.mark.flags("template/train.py", "--accumulate", "--clip-grad")
 def test_the_gradient_of_all_pieces_is_clipped(project):
     """In fp16 too, where the scale of the loss must be taken off before.
 
@@ -286,7 +283,6 @@ def check_that_it_ends_with_the_same_bits(project, processes, acts):
     return lines
 
 
-@pytest.mark.flags("template/train.py", "--resume", "--accumulate", "--clip-grad")
 def test_a_killed_run_continues_with_the_same_bits(project):
     """Killed in the middle of an epoch, and after a signal to one process alone."""
     acts = [(7, 0, kill, -signal.SIGKILL), (15, 1, functools.partial(ask, "SIGUSR1"), 75)]
@@ -309,7 +305,6 @@ def test_ten_kills_and_signals_at_any_step_leave_the_same_bits(project, processe
 
 
 @pytest.mark.slow
-@pytest.mark.flags("template/train.py", "--accumulate", "--workers")
 def test_augmentation_and_accumulation_are_the_same_on_any_number_of_processes(project):
     """Each example has a random number of its own in each epoch."""
     with_everything_random(project)

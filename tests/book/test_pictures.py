@@ -156,7 +156,6 @@ def test_the_overlap_in_the_picture_is_that_of_the_model():
     assert ends[-1] + step.total - step.ready[-1] == step_seconds(step, lambda size: size)
 
 
-@pytest.mark.flags("tools/bench/trace.py", "--trace", "--log-file")
 @pytest.mark.slow
 def test_a_trace_shows_the_parts_of_a_step(
     tmp_path,

@@ -103,7 +103,6 @@ def test_digits_are_shifted_but_never_mirrored():
     assert not torch.equal(augmented, augmented[:1].expand_as(augmented))
 
 
-@pytest.mark.flags("01 to 05", "--augment")
 def test_without_augmentation_images_are_only_normalised():
     train_set = memory_images()
     augment, normalize = data.build_transforms(train_set, flags("--no-augment"), CPU)
@@ -173,7 +172,6 @@ def test_a_last_batch_of_one_image_is_left_out_of_training():
 # shapes
 
 
-@pytest.mark.flags("01 to 05", "--limit")
 def test_a_limit_takes_the_same_images_of_every_class():
     few, test = data.build_datasets(flags("--limit", 500))
     again, _ = data.build_datasets(flags("--limit", 500, "--seed", 3))
@@ -189,7 +187,6 @@ def test_a_limit_takes_the_images_of_the_recorded_runs():
     assert choose(50_000, 4).tolist() == [11341, 36044, 37807, 49165]
 
 
-@pytest.mark.flags("01 to 05", "--limit")
 def test_a_limit_of_a_folder_takes_images_of_every_class(small_folder):
     few, test = data.build_datasets(
         flags("--dataset", "folder", "--data-dir", small_folder, "--limit", 12)
@@ -253,7 +250,6 @@ def test_small_images_of_several_sizes_are_decoded_as_they_come(small_folder):
     assert train[0][0].shape == (3, 224, 224)
 
 
-@pytest.mark.flags("01 to 05", "--augment")
 def test_large_images_are_cropped_to_what_a_network_expects(large_folder):
     train, test = data.build_datasets(flags("--dataset", "folder", "--data-dir", large_folder))
     assert (len(train), len(test), train.in_memory) == (24, 8, False)
@@ -322,7 +318,6 @@ def test_a_damaged_image_that_a_worker_finds_is_named(large_folder):
 # cifar10 and mnist
 
 
-@pytest.mark.flags("01 to 05", "--dataset", "--data-dir")
 def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
@@ -352,7 +347,6 @@ def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.flags("01 to 05", "--dataset", "--data-dir", "--limit")
 def test_mnist_is_read_from_its_own_files(tmp_path):
     write_mnist(tmp_path / "MNIST" / "raw", 30)
     train, test = data.build_datasets(
@@ -391,7 +385,6 @@ class CountingHandler(http.server.SimpleHTTPRequestHandler):
         """Print nothing."""
 
 
-@pytest.mark.flags("01 to 05", "--download")
 @pytest.mark.slow
 def test_two_processes_that_ask_for_a_download_fetch_it_once(tmp_path):
     write_mnist(tmp_path / "raw", 10)

@@ -87,7 +87,6 @@ def test_the_training_is_the_same_while_the_world_changes(train, one_each, tmp_p
     assert (losses[0] - losses[1]).abs().max() < 0.5, losses
 
 
-@pytest.mark.flags("06_imagenet.py", "--keep", "--resume")
 def test_the_counts_of_an_epoch_go_on_where_a_killed_run_stopped(train, one_each, tmp_path):
     options = [one_each, "--batch-size", 10, "--epochs", 1, "--checkpoint-every", 1, "--keep", 2]
     options += ["--deterministic", "--eval-every", 0]
@@ -99,7 +98,6 @@ def test_the_counts_of_an_epoch_go_on_where_a_killed_run_stopped(train, one_each
     assert len(list((tmp_path / "whole/checkpoints").glob("step-*.pt"))) == 2, "--keep"
 
 
-@pytest.mark.flags("06_imagenet.py", "--momentum", "--weight-decay")
 def test_a_resumed_run_takes_the_optimizer_flags_of_today(train, one_each, tmp_path):
     options = [one_each, "--batch-size", 20, "--eval-every", 0, "--epochs"]
     assert train("run", 1, *options, 1).wait() == [0]
@@ -177,7 +175,6 @@ def final_step(folder):
     return decode(read_file(max(folder.glob("step-*.pt"))))["step"]
 
 
-@pytest.mark.flags("06_imagenet.py", "--checkpoints-path")
 def test_folders_side_by_side_on_one_disk_are_not_shared(one_each, tmp_path):
     """Folders side by side on one disk are not taken for a shared one."""
     flags = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0, *SMALL_06]
@@ -196,7 +193,6 @@ def name_a_folder(where, rank):
     sys.argv += ["--checkpoints-path", str(where / f"of-rank{rank}")]
 
 
-@pytest.mark.flags("06_imagenet.py", "--checkpoint-every")
 def test_machines_with_a_shared_folder_write_each_file_once(train, one_each, tmp_path):
     """Machines with a shared folder write each checkpoint once."""
     flags = ["--batch-size", 20, "--epochs", 1, "--checkpoint-every", 1, "--eval-every", 0]

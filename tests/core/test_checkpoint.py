@@ -283,7 +283,6 @@ def test_weights_come_from_a_checkpoint_or_a_state_dict(tmp_path):
     assert not (tmp_path / "it-ran").exists()
 
 
-@pytest.mark.flags("06_imagenet.py", "--checkpoint-every")
 def test_a_save_interval_counts_steps_or_seconds():
     timer = SaveTimer(interval("3"))
     assert [step for step in range(1, 10) if timer.planned(step)] == [3, 6, 9]

@@ -1,17 +1,5 @@
-"""Every flag of every script: the tests that prove that it does what its help promises.
+"""Flags that fit no other file of tests: each changes the result as its help promises."""
 
-A test names the flags that it proves with a mark, as @pytest.mark.flags("06_imagenet.py", "--ema").
-The flags are read from the parsers, and the marks from the files of tests. A flag without a test
-fails a test, and so does a mark of a flag that does not exist. Flags that --help hides are left
-out, and so are arguments that are not flags.
-
-    python tests/test_flags.py    print the table: script, flag, tests
-
-Below are the tests of flags that fit no other file.
-"""
-
-import argparse
-import ast
 import concurrent.futures
 import contextlib
 import datetime
@@ -24,15 +12,10 @@ import json
 import math
 import os
 import re
-import runpy
 import signal
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 import pytest
 import torch
@@ -40,10 +23,10 @@ import torch.distributed as dist
 from imagenet_runs import CLASSES, final, new_folder, parse_06
 from imagenet_runs import script as script_06
 from images import write_images, write_mnist
-from processes import start
+from processes import ROOT, start
 from ranks import Ranks
-from rungs import ALL_SCRIPTS, SCRIPTS, Parsed, parse
 from rungs import flags as shared_flags
+from rungs import parse
 from torchvision.datasets import MNIST
 
 from common import data, folder, models
@@ -54,168 +37,6 @@ from imagenet.datasets import build_datasets
 from imagenet.launch_checks import check_launch
 from imagenet.sampler import GlobalBatchSampler
 from tools import prepare_imagenet
-
-# Scripts that take the same flags from one parser. A group has the flags that all its scripts have.
-GROUPS = {"01 to 05": [*SCRIPTS, "07_fsdp.py"], "03 to 05": [*SCRIPTS[2:], "07_fsdp.py"]}
-FOLDERS = (
-    *("exercises", "template", "launch"),
-    *("tools", "tools/bench", "tools/lab", "tools/book", "tools/mutants"),
-)
-
-# Flags without a test, and why: (script, flag), where * stands for all flags of the script.
-BENCHMARK = "a maintainer's benchmark: its flags choose what is measured, and a slow test runs it"
-INHERITED = "a maintainer's benchmark, which has all flags of 01 to 05 and uses some"
-DRILL = "for maintainers, takes minutes: tests/test_drill.py runs the drills without main()"
-MUTANTS = "for maintainers, takes half an hour: it runs the tests in copies of the repository"
-RECORD = "for maintainers: it runs every command of the book that has no output yet"
-DONE = "for maintainers: tests/test_chinese.py calls the function that the flag calls"
-EXCEPTIONS = {
-    ("tools/bench/checkpoint.py", "*"): BENCHMARK,
-    ("tools/bench/ddp.py", "*"): INHERITED,
-    ("tools/bench/finetune.py", "*"): BENCHMARK,
-    ("tools/bench/input.py", "*"): INHERITED,
-    ("tools/bench/my_ddp.py", "*"): INHERITED,
-    ("tools/bench/ranks.py", "*"): BENCHMARK,
-    ("tools/bench/reencode.py", "*"): BENCHMARK,
-    ("tools/bench/rendezvous.py", "*"): BENCHMARK,
-    ("tools/bench/scaling.py", "*"): INHERITED,
-    ("tools/bench/trace.py", "*"): BENCHMARK,
-    ("tools/bench/train.py", "*"): BENCHMARK,
-    ("tools/lab/drill.py", "*"): DRILL,
-    ("tools/book/book.py", "--record"): RECORD,
-    ("tools/book/chinese.py", "--done"): DONE,
-    ("tools/mutants/listed.py", "*"): MUTANTS,
-}
-
-
-# The table
-
-
-@functools.cache
-def parser_of(script):
-    """The parser of a script, which is run until it parses its flags."""
-
-    def stop(parser, *args, **kwargs):
-        raise Parsed(parser)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.syspath_prepend(ROOT / "common")  # the template imports its copy of distributed.py
-        patch.setattr(sys, "argv", [script])
-        patch.setattr("imagenet.signals.install", lambda: None)  # this process keeps its handlers
-        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)  # which parse_args calls
-        with pytest.raises(Parsed) as end:
-            runpy.run_path(script, run_name="__main__")
-    return end.value.code
-
-
-def scripts_with_flags():
-    """The scripts that call parse_args(), or a function with a similar name."""
-    paths = [ROOT / script for script in ALL_SCRIPTS]
-    for name in FOLDERS:
-        paths += sorted((ROOT / name).glob("*.py"))
-    texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
-    found = []
-    for script, text in texts.items():
-        if "__main__" in text and re.search(r"parse\w*_args\(", text):
-            found.append(script)
-    return found
-
-
-def flags_of(parser):
-    """The flags that a parser shows, in their first spelling."""
-    flags = []
-    for action in parser._actions:
-        if action.option_strings and action.help != argparse.SUPPRESS and action.dest != "help":
-            flags.append(action.option_strings[0])
-    return flags
-
-
-def all_flags():
-    """{script or group: its flags}"""
-    flags = {}
-    for script in scripts_with_flags():
-        flags[script] = flags_of(parser_of(script))
-    grouped = {}
-    for group, scripts in GROUPS.items():
-        shared = flags[scripts[0]]
-        for script in scripts:
-            shared = [flag for flag in shared if flag in flags[script]]
-        grouped[group] = shared
-        for script in scripts:
-            flags[script] = [flag for flag in flags[script] if flag not in shared]
-    return grouped | flags
-
-
-def marks_of(node):
-    """The marks of a function: (script or group, list of flags) of each."""
-    marks = []
-    for decorator in getattr(node, "decorator_list", []):
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.flags":
-            script, *flags = [ast.literal_eval(argument) for argument in decorator.args]
-            marks.append((script, flags))
-    return marks
-
-
-def all_marks():
-    """{(script or group, flag): the tests that are marked with it}"""
-    tests = {}
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
-        for node in ast.parse(path.read_text()).body:
-            for script, flags in marks_of(node):
-                for flag in flags:
-                    tests.setdefault((script, flag), []).append(f"{path.name}::{node.name}")
-    return tests
-
-
-def excepted(script, flag):
-    """Why a flag needs no test, or None."""
-    return EXCEPTIONS.get((script, flag)) or EXCEPTIONS.get((script, "*"))
-
-
-def print_table():
-    marks = all_marks()
-    for script, flags in all_flags().items():
-        for flag in flags:
-            tests = marks.get((script, flag)) or [f"no test: {excepted(script, flag)}"]
-            for test in tests:
-                print(f"{script:26} {flag:22} {test}")
-
-
-@pytest.fixture(scope="module")
-def existing():
-    """All (script or group, flag)."""
-    return [(script, flag) for script, flags in all_flags().items() for flag in flags]
-
-
-def test_every_flag_has_a_test_or_a_reason_why_not(existing):
-    marks = all_marks()
-    without = [pair for pair in existing if pair not in marks and not excepted(*pair)]
-    assert without == [], "write a test that fails if the flag does nothing, and mark it"
-
-
-def test_no_mark_and_no_exception_names_what_does_not_exist(existing):
-    assert [pair for pair in all_marks() if pair not in existing] == []
-    named = [*existing, *((script, "*") for script, _ in existing)]
-    assert [pair for pair in EXCEPTIONS if pair not in named] == []
-
-
-def test_help_begins_with_the_docstring_of_the_script():
-    for script in scripts_with_flags():
-        docstring = ast.get_docstring(ast.parse((ROOT / script).read_text()), clean=False)
-        shown = " ".join(parser_of(script).format_help().split())
-        assert " ".join(docstring.split()) in shown, script
-
-
-def test_the_parsers_of_all_kinds_of_scripts_are_found(existing):
-    """Were a parser not found, its flags would need no tests."""
-    some = {("01 to 05", "--seed"), ("03 to 05", "--sync-bn"), ("04_mnmc_ddp_mp.py", "--nodes")}
-    some |= {("06_imagenet.py", "--ema"), ("template/train.py", "--amp")}
-    some |= {("launch/preflight.py", "--json"), ("launch/store.py", "--port")}
-    some |= {("tools/experiments.py", "--machine"), ("tools/bench/ddp.py", "--launches")}
-    some |= {("tools/lab/drill.py", "--kills"), ("tools/book/book.py", "--check")}
-    assert some <= set(existing)
-    assert not [flag for _, flag in existing if flag in ("--help", "-h", "--local-rank")]
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +55,6 @@ def one_thread(monkeypatch):
 KINDS = ["01_snsc.py", "03_mnmc_ddp_launch.py", "07_fsdp.py"]  # one process, several, shards
 
 
-@pytest.mark.flags("01 to 05", "--seed")
 @pytest.mark.parametrize("script", KINDS)
 def test_weights_order_and_augmentation_follow_the_seed(run, small_folder, monkeypatch, script):
     def build(args, dataset, original=models.build_model):
@@ -266,8 +86,6 @@ def test_weights_order_and_augmentation_follow_the_seed(run, small_folder, monke
         assert first[what] != other[what], what
 
 
-@pytest.mark.flags("01 to 05", "--print-every", "--limit", "--augment", "--batch-size")
-@pytest.mark.flags("01 to 05", "--arch", "--epochs", "--log-file", "--save")
 @pytest.mark.parametrize("script", KINDS)
 def test_the_flags_of_a_quick_run_act(run, small_folder, tmp_path, monkeypatch, script):
     cropped, fetched = [], []
@@ -306,7 +124,6 @@ def test_the_flags_of_a_quick_run_act(run, small_folder, tmp_path, monkeypatch, 
     assert written == ["log.jsonl", "model.pt", "test", "train"], "nothing more"
 
 
-@pytest.mark.flags("01 to 05", "--workers")
 @pytest.mark.parametrize("script", KINDS)
 def test_photographs_have_so_many_workers(run, large_folder, tmp_path, monkeypatch, script):
     """One process reads the training images, and another the test images."""
@@ -334,7 +151,6 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.mark.flags("01 to 05", "--download", "--dataset", "--data-dir")
 @pytest.mark.parametrize("script", KINDS)
 def test_missing_files_are_downloaded_if_asked_for(run, tmp_path, monkeypatch, script):
     """From a server on this machine, which takes the place of the mirror."""
@@ -367,7 +183,6 @@ def statistics(weights):
     return torch.cat([value.flatten() for name, value in weights.items() if "running_" in name])
 
 
-@pytest.mark.flags("03 to 05", "--sync-bn")
 def test_sync_bn_normalizes_over_the_images_of_all_processes(run, small_folder, tmp_path):
     """One training step of 24 images, in one process and in two, that changes no weight."""
     given = ["--dataset", "folder", "--data-dir", small_folder, "--arch", "small_net"]
@@ -393,7 +208,6 @@ class Reached(Exception):
     """The process group would be joined now."""
 
 
-@pytest.mark.flags("04_mnmc_ddp_mp.py", "--nproc-per-node", "--nodes", "--node-rank", "--dist-url")
 def test_04_starts_its_processes_and_numbers_them_over_machines(run, monkeypatch):
     joined = []
 
@@ -447,8 +261,6 @@ def with_a_clock_of_its_own(rank):
     votes.MAX_COST = 1000
 
 
-@pytest.mark.flags("06_imagenet.py", "--print-every", "--eval-every", "--checkpoint-every")
-@pytest.mark.flags("06_imagenet.py", "--epochs", "--batch-size")
 def test_06_prints_evaluates_and_saves_as_often_as_it_is_told(train, tmp_path):
     options = ["--dummy", 20, "--batch-size", 4, "--image-size", 16, "--arch", "mnist_net"]
     options += ["--keep", 20]
@@ -483,7 +295,6 @@ def tell_readers(rank):
     datasets.read_image = read_image
 
 
-@pytest.mark.flags("06_imagenet.py", "--workers")
 def test_06_has_so_many_loader_processes_per_loader(train, one_each):
     options = [one_each, "--batch-size", 10, "--epochs", 1]
     started = []
@@ -524,7 +335,6 @@ def tell_what_is_random(rank):
     datasets.Images.__getitems__, torch.nn.Dropout.forward = fetch, drop
 
 
-@pytest.mark.flags("06_imagenet.py", "--seed")
 def test_06_weights_order_crops_and_dropout_follow_the_seed(train, one_each):
     options = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0]
     options += ["--arch", "mnist_net", "--seed"]
@@ -565,7 +375,6 @@ def tell_how_it_computes(rank):
     model.build_model = build
 
 
-@pytest.mark.flags("06_imagenet.py", "--amp", "--channels-last", "--deterministic")
 def test_06_computes_as_its_flags_say(train):
     """On a CPU --deterministic has torch refuse what is not. A GPU has kernels to choose from."""
     options = ["--dummy", 8, "--batch-size", 4, "--epochs", 1]
@@ -590,7 +399,6 @@ def test_06_computes_as_its_flags_say(train):
         assert ("amp bf16, seed 0, channels last, deterministic" in ranks.output()) == chosen
 
 
-@pytest.mark.flags("06_imagenet.py", "--sync-bn")
 def test_06_sync_bn_normalizes_over_the_images_of_all_ranks(train, tmp_path):
     """One training step of 24 images, on one rank and on two, that changes no weight."""
     options = ["--dummy", 24, "--batch-size", 24, "--epochs", 1, "--eval-every", 0]
@@ -616,7 +424,6 @@ def stop_rank_1_in_the_second_step(rank):
     torch.Tensor.backward = backward
 
 
-@pytest.mark.flags("06_imagenet.py", "--timeout")
 def test_06_waits_for_a_missing_rank_until_its_timeout(train):
     options = ["--dummy", 24, "--batch-size", 12, "--epochs", 9, "--eval-every", 0]
     options += ["--arch", "mnist_net", "--timeout", 2]
@@ -629,7 +436,6 @@ def test_06_waits_for_a_missing_rank_until_its_timeout(train):
 LAUNCHERS = ["torchrun", "nodes", "srun", "mpirun", "python"]
 
 
-@pytest.mark.flags("06_imagenet.py", "--dist-init-method")
 @pytest.mark.parametrize(
     ("method", "launchers"),
     [("auto", LAUNCHERS), ("env", ["torchrun", "nodes"]), ("slurm", ["srun"])],
@@ -644,7 +450,6 @@ def test_06_insists_on_a_launcher(method, launchers):
     assert accepted == launchers
 
 
-@pytest.mark.flags("06_imagenet.py", "--warmup-factor", "--warmup-epochs")
 def test_06_warm_up_starts_at_its_share_of_the_peak():
     """A straight line up to 0.2 x 512 / 256: --schedule step changes nothing in these epochs."""
     options = ["--dummy", 8, "--batch-size", 512, "--lr", 0.2, "--schedule", "step"]
@@ -655,7 +460,6 @@ def test_06_warm_up_starts_at_its_share_of_the_peak():
     assert script_06.learning_rate(parse_06(*options, "--warmup-factor", 0), 0) == 0
 
 
-@pytest.mark.flags("06_imagenet.py", "--final-lr")
 def test_06_ends_at_its_share_of_the_peak():
     options = ["--dummy", 8, "--batch-size", 512, "--lr", 0.2, "--epochs", 10]
     args = parse_06(*options, "--warmup-epochs", 0, "--final-lr", 0.1)
@@ -663,7 +467,6 @@ def test_06_ends_at_its_share_of_the_peak():
     assert rates == pytest.approx([0.4, 0.22, 0.04])
 
 
-@pytest.mark.flags("06_imagenet.py", "--time-communication")
 def test_06_times_communication_on_gpus_only_if_asked_for(monkeypatch):
     """A GPU cannot be measured here, so the clock is a stand-in."""
     monkeypatch.setattr(progress, "CommunicationClock", lambda ddp, device: "a clock")
@@ -682,7 +485,6 @@ def test_06_times_communication_on_gpus_only_if_asked_for(monkeypatch):
     assert clock("cuda", 1, "--time-communication") is None, "nothing to time"
 
 
-@pytest.mark.flags("06_imagenet.py", "--image-size", "--val-path")
 def test_06_reads_images_of_a_size_from_the_named_folders(one_each, tmp_path):
     write_images(tmp_path, "other", (40, 44), CLASSES, 2, ".jpg")
     for given, count in (([], 40), (["--val-path", tmp_path / "other"], 80)):
@@ -746,9 +548,6 @@ def seeded_order(seed):
     return torch.utils.data.DistributedSampler(range(10000), num_replicas=1, rank=0, seed=seed)
 
 
-@pytest.mark.flags("template/train.py", "--epochs", "--batch-size", "--lr", "--workers")
-@pytest.mark.flags("template/train.py", "--eval-every", "--save-every", "--checkpoints")
-@pytest.mark.flags("template/train.py", "--amp", "--seed", "--print-every")
 def test_the_flags_of_the_template_act(templates, tmp_path):
     """There are 10000 examples to train on. The process that fetches one tells of it."""
     given = ["--epochs", 3, "--batch-size", 2000, "--lr", 0.2, "--eval-every", 2]
@@ -792,7 +591,6 @@ def test_the_flags_of_the_template_act(templates, tmp_path):
     assert lines_of(often, "weights") == lines_of(seldom, "weights") != lines_of(other, "weights")
 
 
-@pytest.mark.flags("template/train.py", "--sync-bn")
 def test_the_template_with_sync_bn_has_torchs_layers(templates, tmp_path):
     """torch refuses them on a CPU, if the template does not."""
     text = (ROOT / "template/train.py").read_text()
@@ -814,7 +612,6 @@ def test_the_template_with_sync_bn_has_torchs_layers(templates, tmp_path):
 # launch/ and tools/
 
 
-@pytest.mark.flags("launch/preflight.py", "--json")
 def test_preflight_prints_json_if_asked_for(tmp_path):
     as_text = Ranks(tmp_path, 1, [], script="launch/preflight.py")
     as_text.wait()
@@ -843,7 +640,6 @@ def test_two_ranks_may_try_the_same_new_file(tmp_path, monkeypatch):
     assert not os.path.exists(path)
 
 
-@pytest.mark.flags("launch/store.py", "--port")
 def test_the_store_listens_on_its_port(tmp_path):
     port = free_port()
     ranks = Ranks(tmp_path, 1, ["--port", port], script="launch/store.py")
@@ -859,7 +655,6 @@ def test_the_store_listens_on_its_port(tmp_path):
         ranks.end()
 
 
-@pytest.mark.flags("tools/prepare_imagenet.py", "--val-share", "--workers")
 def test_images_are_split_by_their_share_by_so_many_processes(tmp_path, monkeypatch, capsys):
     """Threads take the place of the processes."""
     pools = []
@@ -882,10 +677,6 @@ def test_images_are_split_by_their_share_by_so_many_processes(tmp_path, monkeypa
             # The names decide: the same in each run. Three standard deviations are allowed.
             assert count == pytest.approx(100 * share, abs=3 * 10 * math.sqrt(share * (1 - share)))
     assert pools == [1, 3]
-
-
-if __name__ == "__main__":
-    print_table()
 
 
 # What recorded commands mean that do not name these flags

@@ -105,7 +105,6 @@ def test_what_a_page_shows_of_code_and_results_is_fresh(page):
     assert fresh == page.read_text(), "stale: python tools/book/book.py"
 
 
-@pytest.mark.flags("tools/book/book.py", "--check")
 def test_a_stale_page_is_named(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- diff: 05 -->\n\nold\n\n<!-- end -->\n")

@@ -124,7 +124,7 @@ def test_the_tests_of_a_fault_reach_it_cheapest_first():
 def test_sections_of_a_rung_are_compared_with_its_parents():
     """The sections of a rung are compared with those of its parent."""
     compares = f"{sample.COMPARES_RUNGS}[04_mnmc_ddp_mp.py]"
-    record = {compares: entry(1), "tests/test_ladder.py::dear": entry(50, "03.py::main")}
+    record = {compares: entry(1), "tests/core/test_ladder.py::dear": entry(50, "03.py::main")}
     rung = SimpleNamespace(file="03_mnmc_ddp_launch.py", function="main")
     assert sample.tests_that_reach(rung, record, budget=1000) == [compares]
     other = SimpleNamespace(file="06_imagenet.py", function="main")
@@ -140,9 +140,9 @@ def test_lines_belong_to_the_innermost_function_that_runs_them():
 @pytest.mark.slow
 def test_forked_ranks_and_started_processes_are_recorded_too(monkeypatch, tmp_path):
     monkeypatch.setattr(reached, "RECORD", tmp_path / "reached.json")
-    signals = "tests/test_stop.py::test_a_signal_while_torch_is_imported"
+    signals = "tests/core/test_stop.py::test_a_signal_while_torch_is_imported"
     signals += "_asks_for_a_requeue"
-    ranks = "tests/test_training.py::test_dropout_differs_in_every_micro_batch_of_every_rank"
+    ranks = "tests/core/test_training.py::test_dropout_differs_in_every_micro_batch_of_every_rank"
     reached.main([signals, ranks])
     record = json.loads((tmp_path / "reached.json").read_text())
     assert "imagenet/signals.py::_note" in record[signals]["reaches"]
@@ -252,8 +252,6 @@ def test_the_table_counts_noticed_explained_and_survived(monkeypatch, tmp_path, 
     assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "3", "1", "1", "1"]
 
 
-@pytest.mark.flags("tools/mutants/sample.py", "--faults", "--least", "--seed", "--minutes")
-@pytest.mark.flags("tools/mutants/sample.py", "--jobs", "--seconds", "--output", "--again")
 def test_a_sample_continues_and_tries_survivors_again(monkeypatch, tmp_path, capsys):
     for name in ("one.py", "two.py"):
         (tmp_path / name).write_text(CODE)

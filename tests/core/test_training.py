@@ -67,10 +67,6 @@ def prepare_plain_training(scaled, rank):
         torch.amp.GradScaler = lambda device, enabled: original(device, enabled=True)
 
 
-@pytest.mark.flags("06_imagenet.py", "--dummy", "--image-size", "--arch", "--epochs", "--lr")
-@pytest.mark.flags("06_imagenet.py", "--batch-size", "--warmup-epochs", "--seed", "--log-file")
-@pytest.mark.flags("06_imagenet.py", "--momentum", "--weight-decay", "--label-smoothing")
-@pytest.mark.flags("06_imagenet.py", "--clip-grad")
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_training_is_that_of_a_plain_pytorch_loop(scaled, tmp_path):
     """Two ranks, two epochs of three steps; the learning rates and the parameter groups are written
@@ -156,7 +152,6 @@ def note_seeds(folder, rank):
     torch.manual_seed = manual_seed
 
 
-@pytest.mark.flags("06_imagenet.py", "--accumulate")
 def test_dropout_differs_in_every_micro_batch_of_every_rank(train, tmp_path):
     options = ["--dummy", 24, "--batch-size", 12, "--epochs", 2, "--accumulate", 2]
     options += ["--eval-every", 0]
@@ -190,7 +185,6 @@ def test_ranks_exchange_gradients_once_per_step(train):
     assert exchanges[0] == exchanges[1] > 0
 
 
-@pytest.mark.flags("06_imagenet.py", "--ema")
 def test_the_averaged_weights_are_what_is_evaluated(train, one_each, tmp_path):
     """With an average that hardly moves, the evaluated model is the one after the first step."""
     options = [one_each, "--batch-size", 10, "--epochs", 2, "--lr", 1, "--warmup-epochs", 0]
@@ -224,7 +218,6 @@ def test_the_first_step_begins_the_average(train, tmp_path):
     assert same(final(tmp_path / "run")["ema"], final(tmp_path / "run")["model"])
 
 
-@pytest.mark.flags("06_imagenet.py", "--eval-every")
 def test_eval_every_says_after_which_epochs_a_model_is_evaluated():
     def due(every):
         return [
@@ -287,7 +280,6 @@ def test_best_is_the_first_epoch_of_the_best_accuracy(train, tmp_path):
     assert "done: top-1 50.000%, best 50.000% after 4 epochs" in ranks.output()
 
 
-@pytest.mark.flags("06_imagenet.py", "--evaluate", "--weights")
 def test_every_test_image_counts_once_on_any_number_of_ranks(train, one_each, tmp_path):
     assert train("run", 1, one_each, "--epochs", 1, "--batch-size", 20, "--ema", 0.5).wait() == [0]
     best = tmp_path / "run/checkpoints/best.pt"
@@ -331,7 +323,6 @@ def test_a_rank_without_a_test_image_leaves_the_model_alone(train):
     assert "| 1 images |" in ranks.output()
 
 
-@pytest.mark.flags("06_imagenet.py", "--arch")
 def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset(monkeypatch):
     args = parse_06("--dummy", 2, "--arch", "timm:resnet10t", "--channels-last")
     model = build_model(args, DummyImages(2, 32, num_classes=7))
@@ -346,7 +337,6 @@ def test_a_model_of_timm_is_built_for_the_classes_of_a_dataset(monkeypatch):
         build_model(args, DummyImages(2, 32))
 
 
-@pytest.mark.flags("06_imagenet.py", "--tensorboard", "--log-file", "--print-every")
 @pytest.mark.slow
 def test_what_a_run_tells_is_in_lines_json_and_tensorboard(train, one_each, tmp_path):
     """What a run tells stands in its lines in json and in tensorboard."""
@@ -445,8 +435,6 @@ def test_a_step_line_tells_what_is_computed_by_hand(monkeypatch, capsys):
     assert beside_the_bar == ["loss 0.500, 10 img/s"]
 
 
-@pytest.mark.flags("06_imagenet.py", "--schedule", "--step-epochs", "--warmup-epochs")
-@pytest.mark.flags("06_imagenet.py", "--lr", "--batch-size")
 def test_the_rate_warms_up_to_its_peak_and_falls_to_nothing():
     args = parse_06("--dummy", 2, "--batch-size", 1024, "--lr", 0.2)
     assert script.learning_rate(args, 0) == pytest.approx(0.08), (
@@ -489,7 +477,6 @@ def count_graphs(rank):
     Progress.close = close
 
 
-@pytest.mark.flags("06_imagenet.py", "--compile")
 @pytest.mark.slow
 def test_no_rank_compiles_again_for_a_piece_of_another_size(train, tmp_path):
     """Rank 0 gets pieces of 31 and 32 images, rank 1 of 32.

@@ -169,9 +169,6 @@ def test_the_plan_on_the_page_is_what_the_tool_prints(monkeypatch, capsys):
     assert lines == dict(re.split(": +", line) for line in shown["output"].splitlines())
 
 
-@pytest.mark.flags(
-    "tools/plan.py", "--gpus", "--step-ms", "--gradients-mb", "--network-gbit", "--batch-size"
-)
 def test_a_plan_can_be_checked_by_hand(monkeypatch, capsys):
     """Two nodes of one GPU, and a network that needs 0.1 s for 1 GB each way: a ring of 0.1 s."""
     lines = planned(
@@ -191,7 +188,6 @@ def test_a_plan_can_be_checked_by_hand(monkeypatch, capsys):
     assert images == pytest.approx([20 / (slow / 1000), 20 / (fast / 1000)], rel=0.01)
 
 
-@pytest.mark.flags("tools/plan.py", "--jitter-percent", "--inside-gbytes", "--gpus-per-machine")
 def test_jitter_and_slow_links_cost_efficiency(monkeypatch, capsys):
     def efficiency(more):
         line = planned(f"{NUMBERS} --gradients-mb 440 {more}", monkeypatch, capsys)["efficiency"]
@@ -203,7 +199,6 @@ def test_jitter_and_slow_links_cost_efficiency(monkeypatch, capsys):
     assert efficiency("--gpus 8 --gpus-per-machine 4")[0] < efficiency("--gpus 8")[0]
 
 
-@pytest.mark.flags("tools/plan.py", "--model")
 def test_a_model_brings_its_own_gradients(monkeypatch, capsys):
     even = planned(f"{NUMBERS} --gradients-mb 553.43", monkeypatch, capsys)
     layers = planned(f"{NUMBERS} --model vgg16", monkeypatch, capsys)
@@ -211,13 +206,6 @@ def test_a_model_brings_its_own_gradients(monkeypatch, capsys):
     assert layers["efficiency"] != even["efficiency"] and "images/s" not in layers
 
 
-@pytest.mark.flags(
-    "tools/plan.py",
-    "--hours-between-failures",
-    "--save-seconds",
-    "--write-seconds",
-    "--restart-minutes",
-)
 def test_how_often_to_save_follows_from_failures_and_costs(monkeypatch, capsys):
     """Without a failure rate, from the worst to the best published one."""
     given = f"{NUMBERS} --gradients-mb 440 --save-seconds 20 --restart-minutes 30"

@@ -162,7 +162,7 @@ def test_every_entry_names_tests_that_exist():
     """Every test that an entry names exists and every provoked entry names its own."""
     exist = set(
         re.findall(
-            r"^def (test_\w+)", "".join(p.read_text() for p in ROOT.glob("tests/test_*.py")), re.M
+            r"^def (test_\w+)", "".join(p.read_text() for p in ROOT.glob("tests/*/test_*.py")), re.M
         )
     )
     for number, entry in ENTRIES.items():

@@ -39,7 +39,6 @@ def make(*arguments, cwd=ROOT, env=None):
     )
 
 
-@pytest.mark.flags("tools/demo.py", "--epochs", "--limit")
 def test_the_demo_compares_the_records_of_both_runs(monkeypatch, capsys):
     """One run of 01 and one of 03 with two processes, with the same images per step."""
     commands = []
@@ -183,7 +182,6 @@ def bench(*given):
     return out
 
 
-@pytest.mark.flags("tools/bench/input.py", "--dataset", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_input_benchmark_compares_four_loops_on_small_images(small_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
@@ -222,8 +220,6 @@ def test_the_input_benchmark_compares_loaders_on_large_images(large_folder, tmp_
     assert re.search(r"^ours / classic\s+[\d.]+ \(", out, re.M)
 
 
-@pytest.mark.flags("tools/bench/reencode.py", "--data-dir", "--short-side")
-@pytest.mark.flags("tools/bench/reencode.py", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_benchmark_of_reencoding_reads_smaller_copies(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
@@ -269,7 +265,6 @@ def test_a_benchmark_of_too_few_steps_says_so(small_folder):
     assert "2 steps are too few to time, expected 10 or more: lower --batch-size" in err
 
 
-@pytest.mark.flags("tools/bench/ddp.py", "--launches", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_ddp_benchmark_tells_efficiency_and_launches(tmp_path):
     """The ddp benchmark tells efficiency communication and launches."""
@@ -299,7 +294,6 @@ def test_the_ddp_benchmark_tells_efficiency_and_launches(tmp_path):
     assert re.search(rf"^  1 processes +{launch['seconds']:.1f} \(", out, re.M)
 
 
-@pytest.mark.flags("tools/bench/my_ddp.py", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_my_ddp_benchmark_counts_messages_bytes_and_state(tmp_path):
     log = tmp_path / "bench.jsonl"
@@ -387,8 +381,6 @@ def test_the_memory_benchmark_scales_its_variants_with_the_machine():
     assert set(eight) - set(two) == {"FSDP, 8 ranks", "HSDP 4 x 2, 8 ranks"}
 
 
-@pytest.mark.flags("tools/bench/finetune.py", "--data-dir", "--tuning-epochs", "--images")
-@pytest.mark.flags("tools/bench/finetune.py", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_finetune_benchmark_trains_in_three_ways(tmp_path):
     """The finetune benchmark trains in three ways on the other half of the classes."""
@@ -409,7 +401,6 @@ def test_the_finetune_benchmark_trains_in_three_ways(tmp_path):
         assert re.search(rf"^{row['way']} +{row['test_acc']:.1f} \(", out, re.M)
 
 
-@pytest.mark.flags("tools/bench/train.py", "--data-dir", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_train_benchmark_compares_06_with_the_bare_step(large_folder, tmp_path):
     log = tmp_path / "bench.jsonl"
@@ -463,7 +454,6 @@ def test_the_steps_of_the_ladder_are_listed_and_shown(capsys, monkeypatch):
         steps.main()
 
 
-@pytest.mark.flags("tools/bench/rendezvous.py", "--ranks", "--start", "--repeats", "--log-file")
 @pytest.mark.slow
 def test_the_rendezvous_benchmark_compares_ours_with_torchs_own(
     tmp_path,
@@ -484,7 +474,6 @@ def test_the_rendezvous_benchmark_compares_ours_with_torchs_own(
             assert least < seconds and f"{seconds:.2f} s" in out
 
 
-@pytest.mark.flags("tools/bench/rendezvous.py", "--names", "--ranks", "--start", "--log-file")
 @pytest.mark.slow
 def test_64_ranks_meet_where_the_name_server_does_not_answer(tmp_path):
     """64 ranks rendezvous where the name server does not answer."""

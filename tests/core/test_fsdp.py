@@ -1,6 +1,6 @@
 """07: shards, what each rank holds, and checkpoints that any number of ranks can load.
 
-That it learns as 01 does, tests/test_ladder.py shows.
+That it learns as 01 does, tests/core/test_ladder.py shows.
 """
 
 import os
@@ -92,7 +92,6 @@ def held(run):
     return [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) of ([\d.]+) MB", line)]
 
 
-@pytest.mark.flags("07_fsdp.py", "--shard-size")
 @pytest.mark.parametrize(
     ("world_size", "flags", "parts"), [(2, (), 2), (4, (), 4), (4, ("--shard-size", 2), 2)]
 )
@@ -113,7 +112,6 @@ def evaluated(run):
     ]
 
 
-@pytest.mark.flags("07_fsdp.py", "--clip-grad")
 def test_gradients_are_clipped_by_the_norm_of_all_shards(train):
     plain, alone = train(1), train(1, "--clip-grad", 0.1)
     clipped = train(2, "--clip-grad", 0.1)
@@ -161,7 +159,6 @@ def test_weights_are_gathered_block_by_block_and_freed(train):
     assert spied(run) == [(FLOAT, "False", str(2 * step)) for step in (1, 2, 3, 4)]
 
 
-@pytest.mark.flags("07_fsdp.py", "--reshard-after-forward")
 def test_without_resharding_weights_stay_for_the_backward_pass(train):
     run = train(2, "--no-reshard-after-forward", prepare=spy)
     assert {whole for _, whole, _ in spied(run)} == {"True"}
@@ -169,7 +166,6 @@ def test_without_resharding_weights_stay_for_the_backward_pass(train):
     assert held(run) == held(train(2)), "after the evaluation they are shards again"
 
 
-@pytest.mark.flags("07_fsdp.py", "--amp")
 def test_bf16_computes_in_bfloat16_and_keeps_float32(train):
     run = train(2, "--amp", "bf16", prepare=spy)
     assert {types for types, _, _ in spied(run)} == {"torch.bfloat16 -> torch.float32"}
@@ -177,7 +173,6 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32(train):
     assert 1e-6 < far(run, train(2)) < 1e-2
 
 
-@pytest.mark.flags("07_fsdp.py", "--checkpoint-activations")
 def test_checkpointed_blocks_compute_twice_and_learn_the_same(train):
     run = train(2, "--checkpoint-activations", prepare=spy)
     assert [int(calls) for _, _, calls in spied(run)] == [2, 6, 10, 14], "twice, once backward"
@@ -281,7 +276,6 @@ def killed(folder, tmp_path_factory):
     return path
 
 
-@pytest.mark.flags("07_fsdp.py", "--checkpoints-path")
 def test_a_killed_training_continues_bit_for_bit(train, killed, tmp_path):
     shutil.copytree(killed, tmp_path / "checkpoints")
     unfinished = tmp_path / "checkpoints/epoch-2"  # as if it had been killed while it saved

@@ -152,7 +152,6 @@ def test_a_wrong_flag_is_one_line(flags, message, capsys):
     assert end.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.flags("06_imagenet.py", "--dist-init-method", "--accumulate")
 def test_compile_without_a_compiler_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr("imagenet.flags.can_compile", lambda: False)
     with pytest.raises(SystemExit) as end:
@@ -231,7 +230,6 @@ def test_a_training_continues_in_the_epoch_of_its_last_step():
     assert epochs == [0, 0, 0, 1, 1, 2]
 
 
-@pytest.mark.flags("06_imagenet.py", "--sync-bn", "--eval-every")
 def test_sync_bn_with_one_process_is_said_to_do_nothing(train, one_each):
     ranks = train(
         "run", 1, one_each, "--sync-bn", "--epochs", 1, "--batch-size", 20, "--eval-every", 0
