@@ -40,10 +40,9 @@ mutants: $(VENV)/ready-dev  ## make random faults, see which the tests notice: F
 gpu:  ## prove and measure all on NVIDIA GPUs: 16 minutes in parts, installs nothing; PYTHON=... if not in .venv
 	$(if $(filter file,$(origin PYTHON)),$(RUN),$(PYTHON)) tools/gpu.py
 
-lint: $(VENV)/ready-dev  ## check style, formatting, words that the book avoids, and stale Chinese passages
+lint: $(VENV)/ready-dev  ## check style, formatting, and stale Chinese passages
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(RUN) tools/book/words.py
 	$(RUN) tools/book/chinese.py
 
 # The notebooks in the repository hold the charts of the docs. Those of other machines are written to .venv/charts/.
@@ -58,6 +57,7 @@ charts: $(VENV)/ready  ## redraw docs/figures/ and notebooks/ from results/; for
 		else echo "skipping $$name, which is not recorded: $(RUN) tools/experiments.py $$name --machine $(MACHINE)"; \
 		fi; \
 	done; [ "$$drawn" ] || { echo "make: nothing in results/ for MACHINE=$(MACHINE)" >&2; exit 2; }
+	$(if $(filter notebooks,$(EXECUTED)),$(RUN) tools/book/figures.py)
 
 SITE := site
 SPHINX := $(RUN) -m sphinx -q -W --keep-going -E -c tools/site -d $(VENV)/doctrees

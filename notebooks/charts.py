@@ -178,37 +178,23 @@ def save(fig, name):
             ax.get_ylabel() or isinstance(ax.yaxis.get_major_locator(), FixedLocator)
         ):
             raise RecordError(f"{name}: axes {k} ({ax.get_title()!r}) has an axis without a name")
-    FIGURES.mkdir(parents=True, exist_ok=True)
     path = FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png")
-    source = fingerprint(name)
-    fig.savefig(path, metadata={"Software": None, "Source": source})
-    print(
-        f"figure: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}, made from "
-        f"{source}"
-    )
-    if path.parent == ROOT / "docs/figures" and MACHINE == OURS:
-        chinese_figures.save(fig, name, source)
+    write(fig, path, recorded(name))
 
 
-def fingerprint(name):
-    """Return a hash of the sources of a figure.
-
-    A figure with a different hash, here or in a notebook, is stale.
-    """
-    import hashlib
-    import json
-
-    # these draw several
+def recorded(name):
+    """Return when the newest record of a figure was made."""
     drawn = {"goodput": "scaling", "planning": "scaling", "syncbn_published": "syncbn"}
-    notebook = drawn.get(name, name)
-    cells = json.loads((ROOT / f"notebooks/{notebook}.ipynb").read_text())["cells"]
-    code = "".join(line for cell in cells if cell["cell_type"] == "code" for line in cell["source"])
-    sources = [Path(__file__), ROOT / "results/published.json"]
-    sources.append(records.RESULTS / notebook / f"{MACHINE}.jsonl")
-    if notebook == "scaling":
-        sources += [
-            ROOT / f"tools/book/{module}.py" for module in ("layers", "step_model", "goodput")
-        ]
-    return hashlib.sha256(
-        code.encode() + b"".join(path.read_bytes() for path in sources)
-    ).hexdigest()[:16]
+    path = records.RESULTS / drawn.get(name, name) / f"{MACHINE}.jsonl"
+    return max(record["started"] for record in records.read(path))
+
+
+def write(fig, path, recorded):
+    """Write a figure of records until `recorded`; one of docs/figures/ in Chinese too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Software": None, "Recorded": recorded}
+    fig.savefig(path, metadata=metadata)
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    print(f"figure: {shown}, of records until {recorded[:10]}")
+    if path.parent == ROOT / "docs/figures" and MACHINE == OURS:
+        chinese_figures.save(fig, path.name, metadata)

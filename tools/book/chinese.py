@@ -331,8 +331,8 @@ def done(path):
         if digest(a) not in noted:
             print(f"{place(there, b)}\n  {' '.join(a.text.split())}\n  {b.text}")
     hashes[name] = [digest(a) for a, _ in pairs]
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(hashes[name])}" for name in sorted(hashes))
-    HASHES.write_text(f"{{\n{lines}\n}}\n")
+    # a hash per line: branches that change different passages of one page merge
+    HASHES.write_text(json.dumps(hashes, indent=0, sort_keys=True) + "\n")
 
 
 # Notebooks

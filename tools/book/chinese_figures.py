@@ -2,7 +2,6 @@
 docs/figures/zh/.
 """
 
-import hashlib
 import pickle
 from pathlib import Path
 
@@ -19,13 +18,13 @@ LABELS = ROOT / "docs/zh/labels.json"
 FONT = "WenQuanYi Micro Hei"  # wqy-microhei.ttc
 
 
-def save(fig, name, english, words=LABELS):
-    """Write a copy of a figure, with its words translated, to docs/figures/zh/NAME.png.
+def save(fig, name, metadata):
+    """Write a copy of a figure, with its words translated, to docs/figures/zh/NAME.
 
     Args:
         fig: matplotlib figure, already saved in English.
-        english: hash of the sources of the English figure.
-        words: path of the file with its words.
+        name: name of the file.
+        metadata: dict, of the file.
 
     Raises:
         PhraseError: the file lacks a word of the figure.
@@ -42,7 +41,7 @@ def save(fig, name, english, words=LABELS):
         return
     # matplotlib's own list of fonts may be older than the font
     font_manager.fontManager.addfont(file)
-    labels = Phrases(words)
+    labels = Phrases(LABELS)
     fig = pickle.loads(pickle.dumps(fig))  # a notebook shows the English one after this
     axes = [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]
     fixed = [axis for axis in axes if isinstance(axis.get_major_locator(), FixedLocator)]
@@ -58,13 +57,5 @@ def save(fig, name, english, words=LABELS):
     for artist in fig.findobj(Text):
         artist.set_fontfamily([*rcParams["font.family"], FONT])
     FIGURES.mkdir(exist_ok=True)
-    fig.savefig(FIGURES / f"{name}.png", metadata={"Software": None, "Source": source(english)})
+    fig.savefig(FIGURES / name, metadata=metadata)
     plt.close(fig)
-
-
-def source(english):
-    """Return the hash of the sources of a Chinese figure.
-
-    A figure with a different hash is stale.
-    """
-    return hashlib.sha256(english.encode() + LABELS.read_bytes()).hexdigest()[:16]

@@ -2,20 +2,14 @@
 the pages.
 """
 
-import importlib
-import itertools
 import re
 from statistics import mean
 
-import torch
-import torchvision
-
 from common import other_flags
-from imagenet.flags import RecipeParser
 from tools import steps
-from tools.book import gpu_figures, step_model, translations
+from tools.book import gpu_figures
+from tools.planning import step_model
 from tools.records import (
-    ROOT,
     checkpoint_cost,
     group,
     hardware,
@@ -363,36 +357,6 @@ def train():
     return by_hardware(records("train"), lambda runs: by_command(runs, render))
 
 
-def shards():
-    """Make the table of what a checkpoint costs: one file and shards, tools/bench/checkpoint.py."""
-    ways = {
-        "06": "one file of rank 0, in the background, as `06`",
-        "gathered": "one file of rank 0, which collects the shards",
-        "shards": "a file per rank, as `07`",
-        "async": "a file per rank, in the background",
-    }
-    head = ("written as", "training waits", "complete after", "MB", "files")
-
-    def render(runs):
-        rows = [
-            (
-                ways[run["way"]],
-                spread(run["waits_seconds"], ".2f") + " s",
-                spread(run["complete_seconds"], ".2f") + " s",
-                f"{run['bytes'] / 1e6:.0f}",
-                run["files"],
-            )
-            for run in runs
-        ]
-        last = runs[-1]
-        return (
-            f"{last['model']} with momentum, {last['world_size']} ranks, {last['repeats']} saves "
-            f"of each; median (range):\n\n{table(head, rows)}"
-        )
-
-    return by_hardware(records("shards"), render)
-
-
 def drill():
     """Make the table of the drills: the last run of each drill in tools/lab/drill.py."""
     from tools.lab.drill import DRILLS
@@ -413,115 +377,6 @@ def drill():
         return f"{setting}\n\n{table(head, rows)}"
 
     return by_hardware(records("drill"), render)
-
-
-def votes():
-    """Make the table of the cost of votes by number of ranks: tools/bench/ranks.py."""
-    head = (
-        "ranks",
-        "one vote",
-        "cost, if in every step",
-        "Votes are in every k-th step, k",
-        "cost",
-    )
-
-    def render(runs):
-        rows = [
-            (
-                run["ranks"],
-                f"{1000 * run['vote_seconds']:.1f} ms",
-                f"{100 * run['cost_every_step']:.2f} %",
-                run["every"],
-                f"{100 * run['cost']:.2f} %",
-            )
-            for run in runs
-        ]
-        return table(head, rows)
-
-    return by_hardware(select(records("ranks"), what="votes"), render)
-
-
-def many_ranks():
-    """Make the table of seconds and memory of 06 by number of ranks: tools/bench/ranks.py."""
-    head = (
-        "ranks",
-        "first step after",
-        "memory per rank",
-        "saved and exited after",
-        "first step of the resumed run after",
-    )
-
-    def render(runs):
-        rows = [
-            (
-                run["ranks"],
-                f"{run['start_seconds']:.1f} s",
-                f"{run['memory_mib']:.0f} MiB",
-                f"{run['stop_seconds']:.1f} s",
-                f"{run['resume_seconds']:.1f} s",
-            )
-            for run in runs
-        ]
-        return table(head, rows)
-
-    return by_hardware(select(records("ranks"), what="06"), render)
-
-
-FLOWERS = "flowers_resnet34"
-REMARKS = {  # on the published accuracy of a recipe
-    "botnet50": "a model of 20.859 M",
-    FLOWERS: "5 classes of flowers",
-}
-
-
-def recipes():
-    """Make the table of the recipes: what each sets, and the accuracy its authors published."""
-    head = (
-        "recipe",
-        "model",
-        "parameters",
-        "global batch",
-        "`--lr`",
-        "epochs",
-        "published top-1, top-5 (%)",
-        "here",
-    )
-    known = dict(published()["imagenet"]["recipes"])
-    known[FLOWERS] = published()["syncbn"]["accuracy"]["one GPU"][:1]
-    paths = sorted(
-        (ROOT / "recipes").glob("*.args"),
-        key=lambda path: (path.stem == FLOWERS, known[path.stem][0]),
-    )
-    rows = []
-    for path in paths:
-        lines = (
-            RecipeParser.convert_arg_line_to_args(None, line)
-            for line in path.read_text().splitlines()
-        )
-        flags = dict(itertools.pairwise(word for words in lines for word in words))
-        count = count_parameters(flags["--arch"], 5 if path.stem == FLOWERS else 1000)
-        values = (flags[name] for name in ("--batch-size", "--lr", "--epochs"))
-        name = f"[`{path.stem}`](../recipes/{path.name})"
-        accuracy = ", ".join(str(percent) for percent in known[path.stem])
-        if path.stem in REMARKS:
-            accuracy = f"{accuracy} ({REMARKS[path.stem]})"
-        rows.append(
-            (name, f"`{flags['--arch']}`", f"{count / 1e6:.1f} M", *values, accuracy, "not run")
-        )
-    return table(head, rows)
-
-
-def count_parameters(arch, num_classes):
-    """Return the number of parameters of a model, named as for --arch."""
-    if num_classes == 1000 and not arch.startswith("timm:"):
-        return torchvision.models.get_model_weights(arch).DEFAULT.meta["num_params"]
-    with torch.device("meta"):  # without memory for the weights
-        if arch.startswith("timm:"):
-            name = arch.removeprefix("timm:")
-            model = importlib.import_module("timm").create_model(name, num_classes=num_classes)
-        else:
-            model = torchvision.models.get_model(arch, num_classes=num_classes)
-    return sum(p.numel() for p in model.parameters())
 
 
 def flags():
@@ -545,57 +400,6 @@ def other_table(there, here, pairs):
     """Make a table of what is typed there and here."""
     rows = [(theirs, ours if other_flags.is_prose(ours) else f"`{ours}`") for theirs, ours in pairs]
     return table((there, here), rows)
-
-
-def finetune():
-    """Make the table of fine-tuning beside training from nothing: tools/bench/finetune.py."""
-    head = (
-        "training on the other half of the classes",
-        "images per class",
-        "training steps",
-        "test accuracy (%)",
-        "runs",
-    )
-
-    def render(runs):
-        rows = []
-        for way, same in group(runs, "way").items():
-            accuracies = spread([run["test_acc"] for run in same], ".1f")
-            rows.append((way, same[0]["images"], same[0]["steps"], accuracies, len(same)))
-        return table(head, rows)
-
-    return by_hardware(records("finetune"), render)
-
-
-def reencode():
-    """Make the table of what re-encoding photographs gives: tools/bench/reencode.py."""
-    head = (
-        "short side",
-        "size of the images",
-        "images per second and worker",
-        "against the originals",
-        "readings",
-    )
-
-    def render(readings):
-        original = [r["images_per_second"] for r in select(readings, short_side=None)]
-        rows = []
-        for side, same in group(readings, "short_side").items():
-            speeds = [r["images_per_second"] for r in same]
-            ratios = [a / b for a, b in zip(speeds, original, strict=True)]
-            size = f"{same[0]['megabytes']:.0f} MB"
-            rows.append(
-                (side or "as it is", size, spread(speeds, ".0f"), spread(ratios, ".2f"), len(same))
-            )
-        return table(head, rows)
-
-    return by_hardware(records("reencode"), render)
-
-
-def torchrun():
-    """Make the table of torchrun's flags."""
-    rows = [(f"`{flag}`", what.replace("|", "\\|")) for flag, what in translations.TORCHRUN.items()]
-    return table(("flag", "what it is for"), rows)
 
 
 def memory():
@@ -710,19 +514,12 @@ TABLES = (
     launch,
     imagenet,
     train,
-    shards,
     drill,
     memory,
     my_ddp,
     planning,
-    votes,
-    many_ranks,
-    recipes,
     flags,
     flags_of_rungs,
-    finetune,
-    reencode,
-    torchrun,
     gpu,
 )
 TABLES = {function.__name__: function for function in TABLES}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tools.book.layers import torchvision_layers
+from tools.planning.layers import torchvision_layers
 
 
 def ring_seconds(size, devices, latency, bandwidth):
@@ -89,28 +89,19 @@ def slowest(devices, spread):
     return 1 + spread * expected_maximum(devices)
 
 
-def cluster_efficiency(step, devices, cluster, spread, reference=1, overlap=1.0):
-    """Return the speed per device on N devices, divided by the speed per device on `reference`
-    devices.
-    """
-
-    def seconds(n):
-        alone = step_seconds(step, lambda size: cluster_seconds(size, n, cluster), overlap)
-        return alone * slowest(n, spread)
-
-    return seconds(reference) / seconds(devices)
-
-
 def efficiency_band(step, devices, cluster, spread, reference=1):
-    """Return the efficiency without overlap and with perfect overlap of communication.
+    """Return the speed per device on N devices, divided by the speed per device on `reference`
+    devices: without overlap and with perfect overlap of communication.
 
     With these inputs, the model allows no more than the second. Less than the first is possible:
     the model has no slow loaders, and no software that sends more slowly than the network can.
     """
-    return tuple(
-        cluster_efficiency(step, devices, cluster, spread, reference, overlap)
-        for overlap in (0.0, 1.0)
-    )
+
+    def seconds(n, overlap):
+        alone = step_seconds(step, lambda size: cluster_seconds(size, n, cluster), overlap)
+        return alone * slowest(n, spread)
+
+    return tuple(seconds(reference, share) / seconds(devices, share) for share in (0.0, 1.0))
 
 
 def fit_ring(ring, measured):
@@ -126,19 +117,12 @@ def fit_ring(ring, measured):
     Returns:
         (latency, bandwidth), the last two arguments of `ring`.
     """
-    rows = [[ring(0, n, 1, 1) / s, ring(size, n, 0, 1) / s] for size, n, s in measured]
-    latency, per_byte = nonnegative_least_squares(np.array(rows), np.ones(len(rows)))
-    return latency, 1 / per_byte if per_byte else float("inf")
-
-
-def nonnegative_least_squares(rows, target):
-    """Return the two factors >= 0 that minimize the squared error of rows @ factors - target."""
-    both = np.linalg.lstsq(rows, target, rcond=None)[0]
-    if (both >= 0).all():
-        return both
-    single = [max(0.0, rows[:, k] @ target / (rows[:, k] @ rows[:, k])) for k in (0, 1)]
-    candidates = [np.array([single[0], 0.0]), np.array([0.0, single[1]])]
-    return min(candidates, key=lambda factors: np.square(rows @ factors - target).sum())
+    rows = np.array([[ring(0, n, 1, 1) / s, ring(size, n, 0, 1) / s] for size, n, s in measured])
+    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
+    if latency < 0:  # the best without latency
+        sizes = rows[:, 1]
+        latency, per_byte = 0.0, sizes.sum() / (sizes @ sizes)
+    return latency, 1 / per_byte
 
 
 class Step(NamedTuple):
@@ -186,15 +170,11 @@ FIRST_BUCKET = MIB  # small, so that sending starts early
 BACKWARD = 2 / 3  # of a step: it computes two gradients per layer, the forward pass one output
 
 
-def even_step(seconds, gradients, bucket=BUCKET):
-    """Return a Step whose gradients become ready evenly during the backward pass.
-
-    Args:
-        seconds: float, of the whole step.
-        gradients: bytes.
-        bucket: bytes per bucket.
+def even_step(seconds, gradients):
+    """Return a Step of so many seconds whose gradients, in bytes, become ready evenly during the
+    backward pass.
     """
-    count = max(1, round(gradients / bucket))
+    count = max(1, round(gradients / BUCKET))
     ready = (seconds * (1 - BACKWARD * (1 - k / count)) for k in range(1, count + 1))
     return Step(tuple(ready), (gradients / count,) * count, seconds)
 
@@ -257,10 +237,3 @@ def fit_overlap(measured):
     gains = np.array([(sequential - hidden) / seconds for hidden, sequential, seconds in rows])
     target = np.array([(sequential - seconds) / seconds for hidden, sequential, seconds in rows])
     return float(np.clip(gains @ target / (gains @ gains), 0, 1)) if gains.any() else 1.0
-
-
-def efficiency(step, all_reduce):
-    """Return the speed of a device with communication divided by its speed without: 1 if all is
-    hidden.
-    """
-    return step.total / step_seconds(step, all_reduce)

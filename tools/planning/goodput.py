@@ -30,16 +30,9 @@ def job_mtbf(machine_mtbf, machines):
     return machine_mtbf / machines
 
 
-def young_interval(mtbf, checkpoint):
-    """Return how many seconds to train between two checkpoints: Young, "A first order
-    approximation", 1974.
-    """
-    return math.sqrt(2 * checkpoint * mtbf)
-
-
 def daly_interval(mtbf, checkpoint):
-    """Return the same to a higher order: Daly, "A higher order estimate of the optimum checkpoint
-    interval", 2006.
+    """Return how many seconds to train between two checkpoints: Daly, "A higher order estimate of
+    the optimum checkpoint interval", 2006. Its first term is the formula of Young, 1974.
 
     Args:
         checkpoint: seconds for which a checkpoint stops the training.
@@ -47,7 +40,7 @@ def daly_interval(mtbf, checkpoint):
     if checkpoint >= 2 * mtbf:
         return mtbf
     root = math.sqrt(checkpoint / (2 * mtbf))
-    return young_interval(mtbf, checkpoint) * (1 + root / 3 + root**2 / 9) - checkpoint
+    return math.sqrt(2 * checkpoint * mtbf) * (1 + root / 3 + root**2 / 9) - checkpoint
 
 
 def goodput(interval, mtbf, checkpoint, restart, write=0):
