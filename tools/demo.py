@@ -7,7 +7,6 @@ step. With more GPUs, 03 gets a process for each; with one GPU, one process. Nee
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.distributed import cores_per_process
 from common.flags import whole_number
+from tools.records import to_run
 
 GLOBAL_BATCH = 256
 ROWS = {  # name: (field of the record, format)
@@ -78,24 +78,15 @@ def run(command):
     The program exits with the exit code of a command that fails.
     """
     print(f"$ {command}", flush=True)
-    words = shlex.split(command)
-    environment = dict(os.environ)
+    arguments, variables = to_run(command)
     # A thread that waits for another must not spin on a core that some other program needs.
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    while "=" in words[0]:
-        name, value = words.pop(0).split("=")
-        environment[name] = value
-    programs = {
-        "python": [sys.executable],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    }
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | variables
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
-        start = [*programs[words[0]], *words[1:], "--log-file", str(log)]
-        exit_code = subprocess.run(start, env=environment).returncode
-        if exit_code:
-            print(f"tools/demo.py: exit code {exit_code} of: {command}", file=sys.stderr)
-            sys.exit(exit_code)
+        done = subprocess.run([*arguments, "--log-file", str(log)], env=environment)
+        if done.returncode:
+            print(f"tools/demo.py: exit code {done.returncode} of: {command}", file=sys.stderr)
+            sys.exit(done.returncode)
         print()
         return json.loads(log.read_text().splitlines()[-1])
 

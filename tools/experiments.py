@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,123 +37,96 @@ from common.errors import UserError, one_line_errors
 from common.flags import whole_number
 from common.records import device_name
 from tools.bench.measure import pick_device
-from tools.records import RESULTS, ROOT, RecordError, read
+from tools.records import RESULTS, ROOT, RecordError, read, to_run
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
-# bytes: ResNet-18 with 256 images per training step and CIFAR-10 in memory
-PROCESS_MEMORY = 1.4 * 2**30
+TORCHRUN = "torchrun --nnodes=1 --nproc-per-node={} "
 PUBLISHED_BATCH = 256  # images per process in the accuracy experiment
 GLUON_BATCH = 128  # images per training step in the resnet20 experiment
 SYNCBN_BATCHES = (4, 8, 16, 32)  # images per process in the syncbn experiment
 GPU_IMAGES, GPU_EPOCHS = 50000, 8  # of the speed experiment on GPUs; times the number of processes
 
 
-class Run(NamedTuple):
-    command: str  # as a user would type it; it also identifies the run in results/
-    images: int  # the number of images it trains on, to estimate the remaining time
-
-
-# The experiments. Each is a function (machine, args, repeat) -> list of Run, for one repeat.
+# The experiments. Each is a function (machine, args, repeat) that returns the commands of one
+# repeat, as a user would type them. A command also identifies its run in results/.
 
 
 def speed(machine, args, repeat):
     """Images per second, and seconds to start, by threads, DataParallel and launchers."""
     on_cpu = machine.device == "cpu"
     size = 128 if on_cpu else 256  # images per process and training step
-    images_per_process = args.limit or 30 * size  # on CPUs
-
-    def run(launch, script, batch, images, processes=1, threads=1, gpus=""):
-        setting = f"OMP_NUM_THREADS={threads} " if on_cpu else gpus
-        epochs = 1
-        # the whole data set several times, or a run would take less than ten seconds
-        if not on_cpu:
-            epochs = args.epochs or GPU_EPOCHS * processes
-            images = args.limit or GPU_IMAGES
-        flags = (
-            f"--batch-size {batch} --limit {images} --epochs {epochs}{extra(args)} --seed {repeat}"
-        )
-        return Run(f"{setting}{launch.format(processes)}{script} {flags}", epochs * images)
-
     most = max(args.processes)
-    thread_counts = sorted({1, *args.processes}) if on_cpu else [1]
-    runs = [
-        run("python ", "01_snsc.py", size, images_per_process, threads=k) for k in thread_counts
+
+    def command(start, batch, shares=1, processes=1):
+        images = shares * (args.limit or 30 * size)
+        epochs = 1
+        if not on_cpu:
+            # the whole data set several times, or a run would take less than ten seconds
+            images = args.limit or GPU_IMAGES
+            epochs = args.epochs or GPU_EPOCHS * processes
+        flags = f"--batch-size {batch} --limit {images} --epochs {epochs}{extra(args)}"
+        return f"{start} {flags} --seed {repeat}"
+
+    def threads(count):
+        return f"OMP_NUM_THREADS={count} " if on_cpu else ""
+
+    commands = [
+        command(f"{threads(count)}python 01_snsc.py", size)
+        for count in (sorted({1, *args.processes}) if on_cpu else [1])
     ]
     split = 1 if on_cpu else most  # DataParallel splits each batch over all visible GPUs
-    visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(most)))} "
-    runs.append(
-        run(
-            "python ",
-            "02_snmc_dp.py",
-            split * size,
-            split * images_per_process,
-            threads=most,
-            gpus=visible,
-        )
-    )
+    gpus = "" if on_cpu else f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(most)))} "
+    start = f"{threads(most)}{gpus}python 02_snmc_dp.py"
+    commands.append(command(start, split * size, split))
     for n in args.processes:
-        runs.append(run(TORCHRUN, "03_mnmc_ddp_launch.py", size, n * images_per_process, n))
+        start = f"{threads(1)}{TORCHRUN.format(n)}03_mnmc_ddp_launch.py"
+        commands.append(command(start, size, n, n))
         if n > 1:  # keep the global batch size of one process
-            runs.append(run(TORCHRUN, "03_mnmc_ddp_launch.py", size // n, images_per_process, n))
-    runs.append(
-        run(
-            "python ",
-            f"04_mnmc_ddp_mp.py --nproc-per-node {most}",
-            size,
-            most * images_per_process,
-            most,
-        )
-    )
+            commands.append(command(start, size // n, 1, n))
+    start = f"{threads(1)}python 04_mnmc_ddp_mp.py --nproc-per-node {most}"
+    commands.append(command(start, size, most, most))
     if slurm_answers():
-        srun = (
-            "srun --nodes=1 --ntasks-per-node={} "
-            + ("" if on_cpu else f"--gpus-per-node={most} ")
-            + "python "
-        )
-        runs.append(run(srun, "05_mnmc_ddp_slurm.py", size, most * images_per_process, most))
-    return runs
+        gpus = "" if on_cpu else f"--gpus-per-node={most} "
+        srun = f"srun --nodes=1 --ntasks-per-node={most} {gpus}"
+        start = f"{threads(1)}{srun}python 05_mnmc_ddp_slurm.py"
+        commands.append(command(start, size, most, most))
+    return commands
 
 
 def syncbn(machine, args, repeat):
     """Test accuracy with and without SyncBN, by images per process, beside one process."""
-    images = args.limit or 12800
     flags = (
-        f"{real_images(args)} --limit {images} --epochs {args.epochs or 1} --arch "
-        f"{args.arch or 'small_net'} --lr 0.4"
+        f"{real_images(args)} --limit {args.limit or 12800} --epochs {args.epochs or 1} "
+        f"--arch {args.arch or 'small_net'} --lr 0.4 --batch-size"
     )
-    runs = []
+    commands = []
     for n in args.processes:
         for batch in SYNCBN_BATCHES:
-            one_process = f"python 01_snsc.py {flags} --batch-size {n * batch} --seed {repeat}"
-            processes = (
-                f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size "
-                f"{batch} --seed {repeat}"
-            )
-            runs += [
-                Run(command, images)
-                for command in (one_process, processes, f"{processes} --sync-bn")
+            several = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} {batch} --seed {repeat}"
+            commands += [
+                f"python 01_snsc.py {flags} {n * batch} --seed {repeat}",
+                several,
+                f"{several} --sync-bn",
             ]
-    return list(dict.fromkeys(runs))  # 2 x 8 and 4 x 4 images give the same command for one process
+    # 2 x 8 and 4 x 4 images give the same command for one process
+    return list(dict.fromkeys(commands))
 
 
 def accuracy(machine, args, repeat):
     """Accuracy by number of processes: as published, with one global batch, with warm-up."""
-    limit = f" --limit {args.limit}" if args.limit else ""
-    flags = f"{real_images(args)}{limit}"
+    flags = f"{real_images(args)}{limit(args)}"
     epochs = f"--epochs {args.epochs or 5}"
-    arch = arch_flag(args)
-    images = (args.limit or 50000) * (args.epochs or 5)
-    seed = f"--seed {repeat}"
-    commands = [f"python 01_snsc.py {flags} {epochs} --lr-scaling none{arch} {seed}"]
+    last = f"{arch(args)} --seed {repeat}"
+    commands = [f"python 01_snsc.py {flags} {epochs} --lr-scaling none{last}"]
     for n in (n for n in args.processes if n > 1):
         start = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size"
         warmup = max(1, n.bit_length() - 2)  # 1, 1, 2, 3 epochs for 2, 4, 8, 16 processes
         commands += [
-            f"{start} {PUBLISHED_BATCH} {epochs} --lr 0.02 --lr-scaling none{arch} {seed}",
-            f"{start} {PUBLISHED_BATCH} {epochs} --warmup-epochs {warmup}{arch} {seed}",
-            f"{start} {PUBLISHED_BATCH // n} {epochs} --lr-scaling none{arch} {seed}",
+            f"{start} {PUBLISHED_BATCH} {epochs} --lr 0.02 --lr-scaling none{last}",
+            f"{start} {PUBLISHED_BATCH} {epochs} --warmup-epochs {warmup}{last}",
+            f"{start} {PUBLISHED_BATCH // n} {epochs} --lr-scaling none{last}",
         ]
-    return [Run(command, images) for command in commands]
+    return commands
 
 
 def resnet20(machine, args, repeat):
@@ -160,25 +134,22 @@ def resnet20(machine, args, repeat):
 
     Batch size and learning rate are those of GluonCV's published log.
     """
-    limit = f" --limit {args.limit}" if args.limit else ""
-    epochs = args.epochs or 10
     flags = (
-        f"{real_images(args)}{limit} --epochs {epochs} --arch {args.arch or 'cifar_resnet20'} "
-        f"--lr 0.1 --lr-scaling none"
+        f"{real_images(args)}{limit(args)} --epochs {args.epochs or 10} "
+        f"--arch {args.arch or 'cifar_resnet20'} --lr 0.1 --lr-scaling none"
     )
-    runs = []
+    commands = []
     for n in args.processes:
         start = "python 01_snsc.py" if n == 1 else f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py"
-        command = f"{start} {flags} --batch-size {GLUON_BATCH // n} --seed {repeat}"
-        runs.append(Run(command, (args.limit or 50000) * epochs))
-    return runs
+        commands.append(f"{start} {flags} --batch-size {GLUON_BATCH // n} --seed {repeat}")
+    return commands
 
 
 def scaling(machine, args, repeat):
     """Seconds of all_reduce by size and number of processes; of a training step and its parts."""
     flags = f"--batch-size 64{extra(args)} --seed {repeat}"
     return [
-        Run(f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/scaling.py {flags}", 5000 * n)
+        f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/scaling.py {flags}"
         for n in args.processes
     ]
 
@@ -186,40 +157,43 @@ def scaling(machine, args, repeat):
 def memory(machine, args, repeat):
     """Memory, bytes sent and images per second of DDP, ZeroRedundancyOptimizer and FSDP."""
     size, steps = (4, 3) if machine.device == "cpu" else (64, 20)
-    flags = {
-        args.arch or "vit_b_32": f"--batch-size {size}",
-        "resnet18": f"--image-size 32 --batch-size {16 * size}",
-    }
     processes = " ".join(str(n) for n in sorted({1, *args.processes}))
-    runs = []
-    for arch, of_model in flags.items():
-        command = (
-            f"python tools/bench/memory.py --arch {arch} {of_model} --steps {steps} "
-            f"--processes {processes} --seed {repeat}"
+    return [
+        f"python tools/bench/memory.py --arch {model} --steps {steps} "
+        f"--processes {processes} --seed {repeat}"
+        for model in (
+            f"{args.arch or 'vit_b_32'} --batch-size {size}",
+            f"resnet18 --image-size 32 --batch-size {16 * size}",
         )
-        runs.append(Run(command, 3000 if arch != "resnet18" else 1000))
-    return runs
+    ]
 
 
 def my_ddp(machine, args, repeat):
     """Time, messages and bytes of a training step with the DDP of the exercises and torch's."""
     flags = f"--batch-size 32 --repeats 3{extra(args)} --seed {repeat}"
     return [
-        Run(f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/my_ddp.py {flags}", 6000 * n)
+        f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/my_ddp.py {flags}"
         for n in args.processes
     ]
 
 
-TORCHRUN = "torchrun --nnodes=1 --nproc-per-node={} "
-# name: (function, repeats, numbers of processes on CPUs, how many numbers it needs at least)
+class Experiment(NamedTuple):
+    commands: Callable
+    repeats: int
+    on_cpus: list | None  # the numbers of processes on CPUs; None: as on GPUs
+    least: int = 1  # how many numbers of processes it needs
+    needs: str = ""
+
+
+SEVERAL = "two processes or more"
 EXPERIMENTS = {
-    "speed": (speed, 3, None, 1),
-    "syncbn": (syncbn, 3, [2, 4], 1),
-    "resnet20": (resnet20, 1, [1, 2], 1),
-    "accuracy": (accuracy, 1, [1, 2, 4, 8, 16], 2),
-    "scaling": (scaling, 3, [1, 2, 3, 4, 6, 8], 3),
-    "memory": (memory, 2, [1, 2, 4], 2),
-    "my_ddp": (my_ddp, 3, [2], 1),
+    "speed": Experiment(speed, 3, None),
+    "syncbn": Experiment(syncbn, 3, [2, 4], 1, SEVERAL),
+    "resnet20": Experiment(resnet20, 1, [1, 2]),
+    "accuracy": Experiment(accuracy, 1, [1, 2, 4, 8, 16], 2, "one process and more"),
+    "scaling": Experiment(scaling, 3, [1, 2, 3, 4, 6, 8], 3, "1, 2 and more processes"),
+    "memory": Experiment(memory, 2, [1, 2, 4], 2, "one process and more"),
+    "my_ddp": Experiment(my_ddp, 3, [2], 1, SEVERAL),
 }
 
 
@@ -230,16 +204,18 @@ def real_images(args):
     return "--dataset cifar10 --download"
 
 
-def arch_flag(args):
-    """Return the flag for the model in --arch, if there is one."""
+def limit(args):
+    return f" --limit {args.limit}" if args.limit else ""
+
+
+def arch(args):
     return f" --arch {args.arch}" if args.arch else ""
 
 
 def extra(args):
     """Return the flags for --arch and --data-dir, if they are given."""
-    return arch_flag(args) + (
-        f" --dataset folder --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
-    )
+    images = f" --dataset folder --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
+    return f"{arch(args)}{images}"
 
 
 def slurm_answers():
@@ -247,12 +223,8 @@ def slurm_answers():
     if not shutil.which("srun"):
         return False
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return (
-            subprocess.run(
-                ["srun", "--immediate=10", "true"], capture_output=True, timeout=30
-            ).returncode
-            == 0
-        )
+        srun = ["srun", "--immediate=10", "true"]
+        return subprocess.run(srun, capture_output=True, timeout=30).returncode == 0
     return False
 
 
@@ -263,7 +235,6 @@ class Machine(NamedTuple):
     device: str
     devices: int  # GPUs, or cores if there are none
     name: str
-    memory: float = math.inf  # bytes
 
     @property
     def kind(self):
@@ -283,17 +254,12 @@ class Machine(NamedTuple):
             devices = torch.accelerator.device_count()
             count = f"x {devices}" if devices > 1 else ""
         name = re.sub(r"[^a-z0-9]+", "-", f"{device_name(device)} {count}".lower()).strip("-")
-        return cls(
-            device.type, devices, name, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        )
+        return cls(device.type, devices, name)
 
     def process_counts(self, on_cpus):
-        """Return the numbers of processes for an experiment.
-
-        Processes may share cores, but their memory must fit.
-        """
+        """Return the numbers of processes for an experiment. Processes may share cores."""
         if self.device == "cpu" and on_cpus:
-            return [n for n in on_cpus if n * PROCESS_MEMORY <= self.memory] or on_cpus[:1]
+            return on_cpus
         return [2**k for k in range(self.devices.bit_length()) if 2**k <= self.devices]
 
 
@@ -306,13 +272,9 @@ def parse_args():
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    names = ", ".join(EXPERIMENTS)
     add = parser.add_argument
-    add(
-        "experiments",
-        nargs="*",
-        metavar="EXPERIMENT",
-        help=f"one or more of {', '.join(EXPERIMENTS)}",
-    )
+    add("experiments", nargs="*", metavar="EXPERIMENT", help=f"one or more of {names}")
     add(
         "--list",
         action="store_true",
@@ -329,42 +291,28 @@ def parse_args():
         metavar="NAME",
         help="name of this machine (default: made from its device)",
     )
-    add(
-        "--processes",
-        nargs="+",
-        type=whole_number(1),
-        metavar="N",
-        help="numbers of processes (default: by machine)",
-    )
-    add(
-        "--repeats",
-        type=whole_number(1),
-        metavar="N",
-        help="runs per command, seeds 0 to N - 1 (default: 1 or 3)",
-    )
+    number = {"type": whole_number(1), "metavar": "N"}
+    add("--processes", nargs="+", **number, help="numbers of processes (default: by machine)")
+    add("--repeats", **number, help="runs per command, seeds 0 to N - 1 (default: 1 or 3)")
     add("--out", default=RESULTS, metavar="DIR", help="folder of the records (default: results)")
     add("--data-dir", metavar="DIR", help="folder of images to use instead of the experiment's")
     add("--arch", metavar="NAME", help="model to use instead of the experiment's")
     add(
         "--limit",
-        type=whole_number(1),
-        metavar="N",
+        **number,
         help="training images; speed without GPUs: per process; not for scaling, memory, my_ddp",
     )
     add(
         "--epochs",
-        type=whole_number(1),
-        metavar="N",
+        **number,
         help="number of epochs; speed without GPUs uses 1; not for scaling, memory, my_ddp",
     )
     args = parser.parse_args()
     for name in args.experiments:
         if name not in EXPERIMENTS:
-            parser.error(
-                f"{name}: no such experiment, expected one or more of {', '.join(EXPERIMENTS)}"
-            )
+            parser.error(f"{name}: no such experiment, expected one or more of {names}")
     if not args.experiments and not args.list:
-        parser.error(f"name one or more of {', '.join(EXPERIMENTS)}, or see --list")
+        parser.error(f"name one or more of {names}, or see --list")
     return args
 
 
@@ -378,38 +326,30 @@ def file_name(text):
 
 
 def plan(name, machine, args):
-    """Return all runs of an experiment, in order.
+    """Return all commands of an experiment, in order.
 
     Raises:
         UserError: the experiment cannot run on this machine, or with these numbers of processes.
     """
-    function, repeats, on_cpus, least = EXPERIMENTS[name]
-    run_args = argparse.Namespace(**vars(args))
-    counts = sorted(set(args.processes or machine.process_counts(on_cpus)))
-    # syncbn always compares with one process; my_ddp needs several
-    run_args.processes = [n for n in counts if n > 1 or name not in ("syncbn", "my_ddp")]
+    experiment = EXPERIMENTS[name]
+    counts = sorted(set(args.processes or machine.process_counts(experiment.on_cpus)))
     if machine.device != "cpu" and counts[-1] > machine.devices:
         raise UserError(
             f"--processes {counts[-1]}: {machine.devices} GPUs here, and each process needs its own"
         )
-    if len(run_args.processes) < least:
-        needs = {
-            "syncbn": "two processes or more",
-            "accuracy": "one process and more",
-            "scaling": "1, 2 and more processes",
-            "memory": "one process and more",
-            "my_ddp": "two processes or more",
-        }
+    usable = [n for n in counts if n > 1 or experiment.needs != SEVERAL]
+    if len(usable) < experiment.least:
         raise UserError(
-            f"{name} needs {needs[name]}, "
+            f"{name} needs {experiment.needs}, "
             f"found {' '.join(map(str, counts))} on {machine.devices} {machine.kind}: set "
             "--processes 1 2 4 if there are enough; without GPUs (CUDA_VISIBLE_DEVICES=) "
             "processes share the cores"
         )
-    runs = []
-    for repeat in range(args.repeats or repeats):
-        runs += function(machine, run_args, repeat)[:: -1 if repeat % 2 else 1]
-    return runs
+    args = argparse.Namespace(**vars(args) | {"processes": usable})
+    commands = []
+    for repeat in range(args.repeats or experiment.repeats):
+        commands += experiment.commands(machine, args, repeat)[:: -1 if repeat % 2 else 1]
+    return commands
 
 
 def recorded(path):
@@ -432,69 +372,62 @@ def main(args):
     args.out = os.path.abspath(args.out)
     os.chdir(ROOT)
     machine = Machine.here()
-    print(f"this machine: {args.machine or machine.name} ({machine.devices} {machine.kind})")
+    machine_name = args.machine or machine.name
+    print(f"this machine: {machine_name} ({machine.devices} {machine.kind})")
     names = args.experiments or list(EXPERIMENTS)
     todo = []
     for name in names:
-        path = Path(args.out, name, f"{args.machine or machine.name}.jsonl")
-        print(f"\n{name}: {EXPERIMENTS[name][0].__doc__}")
+        path = Path(args.out, name, f"{machine_name}.jsonl")
+        print(f"\n{name}: {EXPERIMENTS[name].commands.__doc__}")
         try:
-            runs = plan(name, machine, args)
+            commands = plan(name, machine, args)
             done = recorded(path)
         except UserError as error:
             if len(names) == 1:
                 raise
             print(f"   skipped: {error}")
             continue
-        missing = [run for run in runs if run.command not in done]
+        missing = [command for command in commands if command not in done]
         print(
-            f"   {len(runs) - len(missing)} of {len(runs)} runs recorded in "
+            f"   {len(commands) - len(missing)} of {len(commands)} runs recorded in "
             f"{os.path.relpath(path, ROOT)}"
         )
-        todo += [(path, run) for run in missing]
-    if args.dry_run and not args.list:
-        print("\n".join(run.command for _, run in todo))
-    elif not args.list:
-        for number in STOP_SIGNALS:
-            # exit through execute(), which stops the run
-            signal.signal(number, lambda *_: sys.exit(143))
-        run_all(todo)
+        todo += [(path, command) for command in missing]
+    if args.list:
+        return
+    if args.dry_run:
+        print("\n".join(command for _, command in todo))
+        return
+    for number in STOP_SIGNALS:
+        # exit through execute(), which stops the run
+        signal.signal(number, lambda *_: sys.exit(143))
+    run_all(todo)
 
 
 def run_all(todo):
-    """Run and record the missing runs, a list of (path, Run).
+    """Run and record the missing runs, a list of (path, command).
 
     Raises:
         UserError: two runs in a row have failed, or, after all runs, at least one.
     """
-    begin = time.monotonic()
-    total = sum(run.images for _, run in todo)
-    done = 0
-    failed = []
-    for k, (path, run) in enumerate(todo, start=1):
-        print(f"\n[{k}/{len(todo)}] {run.command}", flush=True)
-        done += run.images
+    failed = {}  # number of a run: its error
+    for k, (path, command) in enumerate(todo, start=1):
+        print(f"\n[{k}/{len(todo)}] {command}", flush=True)
         try:
-            records = execute(run.command)
+            records = execute(command)
         except UserError as error:
-            failed.append((k, error))
-            if [k - 1, k] == [number for number, _ in failed[-2:]]:
+            failed[k] = error
+            if k - 1 in failed:
                 raise
             print(f"   {error}")
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write("".join(json.dumps(record) + "\n" for record in records))
-        passed = time.monotonic() - begin
-        print(
-            (
-                f"   recorded; {clock(passed)} passed, about "
-                f"{clock(passed * (total - done) / done)} left"
-            ),
-            flush=True,
-        )
+        print("   recorded", flush=True)
     if failed:
-        raise UserError(f"{len(failed)} of {len(todo)} runs failed, the first: {failed[0][1]}")
+        first = next(iter(failed.values()))
+        raise UserError(f"{len(failed)} of {len(todo)} runs failed, the first: {first}")
 
 
 def execute(command):
@@ -510,55 +443,40 @@ def execute(command):
         open(Path(folder, "errors"), "w+") as errors,
     ):
         log = Path(folder, "log.jsonl")
-        words = shlex.split(command)
-        # they precede the program
-        settings = [word for word in words if re.match(r"[A-Z_]+=", word)]
-        env = os.environ | dict(word.split("=", 1) for word in settings)
-        programs = {
-            "python": [sys.executable],
-            "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-        }
-        arguments = [part for word in words[len(settings) :] for part in programs.get(word, [word])]
-        begin = time.monotonic()
-        started = None
-        options = {
-            "env": env,
-            "stdout": subprocess.PIPE,
-            "stderr": errors,
-            "text": True,
-            "start_new_session": True,
-        }
-        with subprocess.Popen([*arguments, "--log-file", str(log)], **options) as process:
-            try:
-                for line in process.stdout:
-                    # part of the header, printed before the first training step
-                    if line.startswith("global batch ="):
-                        started = time.monotonic() - begin
-                    if line.startswith("   == test"):
-                        print(line, end="", flush=True)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGTERM)  # torchrun and srun forward it
-                raise
-        errors.seek(0)
-        messages = [line.strip() for line in errors if line.strip()]
-        if process.returncode != 0 or not log.exists():
-            last = messages[-1] if messages else "no error message"
-            reason = next((line for line in messages if "error" in line.lower()), last)
+        exit_code, seconds = run(f"{command} --log-file {shlex.quote(str(log))}", errors)
+        if exit_code != 0 or not log.exists():
+            errors.seek(0)
+            messages = [line.strip() for line in errors if line.strip()] or ["no error message"]
+            reasons = [line for line in messages if "error" in line.lower()] or messages[-1:]
             print(*messages[-20:], sep="\n", file=sys.stderr)
             raise UserError(
-                f"exit code {process.returncode}: {reason}; "
+                f"exit code {exit_code}: {reasons[0]}; "
                 f"recorded runs are kept. The command: {command}"
             )
-        records = read(log)
-    for record in records:
-        record |= {"command": command, "launch_seconds": started and round(started, 2)}
-    return records
+        return [record | {"command": command, "launch_seconds": seconds} for record in read(log)]
 
 
-def clock(seconds):
-    """Format seconds as h:mm:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+def run(command, errors):
+    """Run a command, with its error messages in a file. Print the results of its tests.
+
+    Returns:
+        its exit code, and the seconds until its header, which precedes the first training step.
+    """
+    arguments, variables = to_run(command)
+    pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True, "start_new_session": True}
+    begin = time.monotonic()
+    seconds = None
+    with subprocess.Popen(arguments, env=os.environ | variables, **pipes) as process:
+        try:
+            for line in process.stdout:
+                if line.startswith("global batch ="):
+                    seconds = round(time.monotonic() - begin, 2)
+                if line.startswith("   == test"):
+                    print(line, end="", flush=True)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun and srun forward it
+            raise
+    return process.returncode, seconds
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ tensors that an operation frees at once, and batches that the loader prefetches.
 leaves memory for them.
 """
 
+import functools
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -36,33 +37,20 @@ from torch.nn import functional as F
 from common import sharded
 from common.errors import UserError, one_line, one_line_errors
 from common.flags import Parser, number, whole_number
-from tools.book.layers import build_on_meta
+from tools.planning.layers import build_on_meta
 
 FLOAT32 = 4  # bytes
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # numbers per weight that an optimizer keeps
-# step() copies tensors. With weight decay, SGD copies a gradient, and Nesterov momentum copies it
-# again; Adam computes its denominator in two copies. One tensor after the other:
-COPIES_OF_ONE = {"sgd": 1, "momentum": 2, "adam": 2}
-# With foreach, torch's default on GPUs, all tensors at the same time. It is not the default for the
-# DTensors of FSDP.
-COPIES_OF_ALL = {"sgd": 1, "momentum": 1, "adam": 1}
 MOST_GPUS = 4096  # when searching for a number of GPUs that fits
 
 
 class Part(NamedTuple):
-    """A block of a model, or everything outside of the blocks.
+    """A block of a model, or everything outside of the blocks."""
 
-    Args:
-        shapes: torch.Size of each weight.
-        activations: bytes that autograd saves in this part first.
-        inputs: bytes that remain with activation checkpointing: the inputs of a block.
-        recomputed: bytes that the backward pass of a checkpointed block computes again.
-    """
-
-    shapes: list
-    activations: float
-    inputs: float
-    recomputed: float = 0
+    shapes: list  # torch.Size of each tensor of weights
+    activations: float  # bytes that autograd saves in this part first
+    inputs: float  # bytes that remain with activation checkpointing: the inputs of a block
+    recomputed: float = 0  # bytes that the backward pass of a checkpointed block computes again
 
     @property
     def weights(self):
@@ -70,52 +58,40 @@ class Part(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What the memory of a training step depends on, for one batch size.
+    """What the memory of a training step depends on, for one batch size."""
 
-    Args:
-        outside: Part, everything outside of the blocks.
-        blocks: list of Part, in the order of the forward pass.
-        bytes_to_compute: bytes per number in the forward pass, 4 or 2.
-    """
-
-    outside: Part
-    blocks: list
-    bytes_to_compute: int = FLOAT32
+    outside: Part  # everything outside of the blocks
+    blocks: list  # of Part, in the order of the forward pass
+    bytes_to_compute: int = FLOAT32  # per number in the forward pass: 4, or 2 in bf16
 
     @property
-    def parts(self):
-        return [*self.blocks, self.outside]
+    def shapes(self):
+        return [shape for part in (*self.blocks, self.outside) for shape in part.shapes]
+
+    @property
+    def weights(self):
+        return sum(shape.numel() for shape in self.shapes)
 
 
 class Setting(NamedTuple):
-    """A way to train.
-
-    Args:
-        way: "plain" (one process), "ddp", "zero1" (DDP with ZeroRedundancyOptimizer) or "fsdp".
-        shards: the number of ranks that share one copy of what is sharded.
-        reshard: for FSDP, whether a block's weights are freed after its forward pass.
-        checkpointed: whether the blocks keep their inputs only.
-    """
+    """A way to train."""
 
     name: str
-    way: str
-    shards: int = 1
-    reshard: bool = True
-    checkpointed: bool = False
+    way: str  # "plain" (one process), "ddp", "zero1" (with ZeroRedundancyOptimizer) or "fsdp"
+    shards: int = 1  # the number of ranks that share one copy of what is sharded
+    reshard: bool = True  # for FSDP, whether a block's weights are freed after its forward pass
+    checkpointed: bool = False  # whether the blocks keep their inputs only
 
 
 class Memory(NamedTuple):
-    """Bytes on one rank at one moment of a training step.
-
-    `temporary` holds gathered weights, gradients that are not reduced yet, and copies in step().
-    """
+    """Bytes on one rank at one moment of a training step."""
 
     moment: str
     weights: float
     gradients: float
     optimizer: float
     activations: float = 0
-    temporary: float = 0
+    temporary: float = 0  # gathered weights, gradients that are not reduced yet, copies in step()
 
     @property
     def total(self):
@@ -126,16 +102,7 @@ class Memory(NamedTuple):
 
 
 def count_model(model, images, targets):
-    """Count the weights and the activations of a model, for one training step.
-
-    Args:
-        model: nn.Module on the meta device, which returns one tensor of logits.
-        images: input of the model, on the meta device.
-        targets: classes of the images, on the meta device.
-
-    Returns:
-        Model.
-    """
+    """Return the Model of a nn.Module on the meta device, for one training step on a batch."""
     blocks = sharded.blocks(model)
     outside = len(blocks)  # index of the part outside of the blocks
     saved = [set() for _ in range(outside + 1)]  # storages that autograd saves, by part
@@ -151,20 +118,17 @@ def count_model(model, images, targets):
             first.setdefault(storage, current)
         return tensor
 
-    def enter(index):
-        def hook(block, arguments):
-            nonlocal current
-            current = index
-            inputs[index].update(t.untyped_storage() for t in arguments if torch.is_tensor(t))
-
-        return hook
+    def enter(index, block, arguments):
+        nonlocal current
+        current = index
+        inputs[index].update(t.untyped_storage() for t in arguments if torch.is_tensor(t))
 
     def leave(block, arguments, output):
         nonlocal current
         current = outside
 
     for index, block in enumerate(blocks):
-        block.register_forward_pre_hook(enter(index))
+        block.register_forward_pre_hook(functools.partial(enter, index))
         block.register_forward_hook(leave)
     # on the meta device, torch would choose the attention that saves the whole attention matrix
     with (
@@ -175,20 +139,19 @@ def count_model(model, images, targets):
         loss = nn.CrossEntropyLoss()(outputs.float(), targets)
     del loss  # it kept what autograd had saved, so that no storage was used twice
 
-    def first_saved_in(index):
-        return size(storage for storage, part in first.items() if part == index)
-
+    activations = [0] * len(saved)
+    for storage, index in first.items():
+        activations[index] += storage.nbytes()
     parts = []
     kept = set(saved[outside])  # with checkpointing
     for index, block in enumerate(blocks):
         shapes = [weight.shape for weight in block.parameters()]
-        kept_more = inputs[index] - kept
-        kept |= kept_more
         recomputed = size(saved[index] - inputs[index])
-        parts.append(Part(shapes, first_saved_in(index), size(kept_more), recomputed))
+        parts.append(Part(shapes, activations[index], size(inputs[index] - kept), recomputed))
+        kept |= inputs[index]
     in_blocks = {id(weight) for block in blocks for weight in block.parameters()}
     shapes = [weight.shape for weight in model.parameters() if id(weight) not in in_blocks]
-    rest = Part(shapes, first_saved_in(outside), size(saved[outside]))
+    rest = Part(shapes, activations[outside], size(saved[outside]))
     return Model(rest, parts, next(model.parameters()).element_size())
 
 
@@ -229,17 +192,13 @@ def count_arch(arch, image_size, batch_size, amp="none"):
 
 
 def even_model(weights, activations, blocks, amp="none"):
-    """Return a model of equal blocks, with nothing outside of the blocks.
-
-    Args:
-        weights: number of weights.
-        activations: bytes of activations of the whole batch.
+    """Return a Model of equal blocks, with nothing outside of the blocks.
 
     A block's input is assumed to be a sixteenth of what the block saves, as in a transformer.
     """
-    shapes = [torch.Size([max(1, round(weights / blocks))])]
     each = activations / blocks
-    block = Part(shapes, each, each / 16, each * 15 / 16)
+    shape = torch.Size([max(1, round(weights / blocks))])
+    block = Part([shape], each, each / 16, each * 15 / 16)
     return Model(Part([], 0, 0), [block] * blocks, 2 if amp == "bf16" else FLOAT32)
 
 
@@ -247,16 +206,19 @@ def even_model(weights, activations, blocks, amp="none"):
 
 
 def peak(model, setting, optimizer="momentum", foreach=True):
-    """Return the Memory of the moment with the largest total."""
-    moments = fsdp_moments if setting.way == "fsdp" else ddp_moments
+    """Return the Memory of the moment with the largest total.
+
+    Args:
+        foreach: whether step() computes all tensors at the same time, as is torch's default on
+            GPUs, but not for the DTensors of FSDP.
+    """
     return max(moments(model, setting, optimizer, foreach), key=lambda memory: memory.total)
 
 
-def held(model, setting, optimizer="momentum"):
-    """Return the Memory between two training steps: weights, gradients and optimizer state."""
-    moments = fsdp_moments if setting.way == "fsdp" else ddp_moments
-    *_, last = moments(model, setting, optimizer, False)
-    return last._replace(moment="held", temporary=0)
+def moments(model, setting, optimizer, foreach):
+    if setting.way == "fsdp":
+        return fsdp_moments(model, setting, optimizer)
+    return ddp_moments(model, setting, optimizer, foreach)
 
 
 def ddp_moments(model, setting, optimizer, foreach):
@@ -265,16 +227,13 @@ def ddp_moments(model, setting, optimizer, foreach):
     Every rank has all weights and gradients, and DDP copies the gradients into buckets. With
     ZeroRedundancyOptimizer (stage 1), each rank has the optimizer state of some of the tensors.
     """
-    shapes = [shape for part in model.parts for shape in part.shapes]
-    weights = FLOAT32 * sum(shape.numel() for shape in shapes)
+    weights = FLOAT32 * model.weights
     buckets = 0 if setting.way == "plain" else weights
     gradients = weights + buckets
-    mine = shapes
+    mine = weights
     if setting.way == "zero1":
-        mine = largest_share(shapes, setting.shards)
-    of_mine = FLOAT32 * sum(shape.numel() for shape in mine)
-    state = STATES[optimizer] * of_mine
-    copies = step_copies(mine, optimizer, foreach)
+        mine = FLOAT32 * largest_share(model.shapes, setting.shards)
+    state = STATES[optimizer] * mine
     casts = 0
     if model.bytes_to_compute < FLOAT32:  # autocast keeps bf16 copies until the step is done
         casts = model.bytes_to_compute * weights / FLOAT32
@@ -288,19 +247,18 @@ def ddp_moments(model, setting, optimizer, foreach):
             activations += block.recomputed
         yield Memory("backward", weights, ready + buckets, state, activations, casts)
         ready += FLOAT32 * block.weights
+    copies = mine if foreach else 0  # of the gradients
     yield Memory("step", weights, gradients, state, temporary=copies)
 
 
-def fsdp_moments(model, setting, optimizer, foreach):
+def fsdp_moments(model, setting, optimizer):
     """Yield the moments of a training step with fully_shard, as 07 calls it.
 
     A rank has one shard of all that the optimizer needs. FSDP gathers the weights of a block into
     one buffer, and copies them from there into tensors. In the backward pass it has gathered the
     block before, and the gradients of the block after are on their way: each in a buffer.
     """
-    shapes = [shape for part in model.parts for shape in part.shapes]
-    mine = [shard_of(shape, setting.shards) for shape in shapes]
-    weights = FLOAT32 * sum(shape.numel() for shape in mine)
+    weights = FLOAT32 * sharded_weights(model, setting.shards)
     state = STATES[optimizer] * weights
     outside = model.bytes_to_compute * model.outside.weights  # gathered during the whole pass
     sizes = [model.bytes_to_compute * block.weights for block in model.blocks]
@@ -308,18 +266,16 @@ def fsdp_moments(model, setting, optimizer, foreach):
     buffer_before = outside
     for index, buffer in enumerate(sizes):
         gathered = buffer if setting.reshard else sum(sizes[: index + 1])
-        activations = kept(model, setting, index)
-        temporary = outside + gathered + buffer + buffer_before  # which is freed now
-        yield Memory("forward", weights, weights, state, activations, temporary)
-        activations = kept(model, setting, index + 1)
         temporary = outside + gathered + buffer
+        before = temporary + buffer_before  # which is freed now
+        yield Memory("forward", weights, weights, state, kept(model, setting, index), before)
+        activations = kept(model, setting, index + 1)
         yield Memory("forward", weights, weights, state, activations, temporary)
         buffer_before = buffer
     reduced = 0
     for index in reversed(range(len(sizes))):
-        gathered = sum(sizes[max(0, index - 1) : index + 1])  # this block and the block before
-        if not setting.reshard:
-            gathered = sum(sizes[: index + 1])
+        first = max(0, index - 1) if setting.reshard else 0
+        gathered = sum(sizes[first : index + 1])  # this block and the block before
         after = model.blocks[index + 1 : index + 2]  # whose gradients are in a buffer
         buffer = FLOAT32 * sum(block.weights for block in after)
         temporary = outside + gathered + outside + buffer  # twice: with the gradients
@@ -331,10 +287,8 @@ def fsdp_moments(model, setting, optimizer, foreach):
         temporary += sizes[index]
         activations = kept(model, setting, index)
         yield Memory("backward", weights, reduced, state, activations, temporary)
-        shards = [shard_of(shape, setting.shards) for shape in model.blocks[index].shapes]
-        reduced += FLOAT32 * sum(shape.numel() for shape in shards)
-    copies = step_copies(mine, optimizer, foreach=False)
-    yield Memory("step", weights, weights, state, temporary=copies)
+        reduced += FLOAT32 * sharded_weights(model.blocks[index], setting.shards)
+    yield Memory("step", weights, weights, state)
 
 
 def kept(model, setting, done=None):
@@ -345,33 +299,20 @@ def kept(model, setting, done=None):
     return sum(part.activations for part in parts)
 
 
-def step_copies(shapes, optimizer, foreach):
-    """Return the bytes that the optimizer's step() needs in addition."""
-    sizes = [FLOAT32 * shape.numel() for shape in shapes]
-    if foreach:
-        return COPIES_OF_ALL[optimizer] * sum(sizes)
-    return COPIES_OF_ONE[optimizer] * max(sizes, default=0)
-
-
-def shard_of(shape, shards):
-    """Return the shape of rank 0's shard: FSDP splits the first dimension."""
-    first, *others = shape
-    return torch.Size([-(-first // shards), *others])  # the quotient, rounded up
+def sharded_weights(part, shards):
+    """Return how many weights rank 0 has: FSDP splits the first dimension, rounded up."""
+    return sum(-(-shape[0] // shards) * shape[1:].numel() for shape in part.shapes)
 
 
 def largest_share(shapes, shards):
-    """Return the tensors of the rank that has the most.
+    """Return the weights of the rank that has the most.
 
     ZeroRedundancyOptimizer gives each tensor, the largest first, to the rank with the least.
     """
-    shares = [[] for _ in range(shards)]
-
-    def load(share):
-        return sum(shape.numel() for shape in share)
-
-    for shape in sorted(shapes, key=lambda shape: shape.numel(), reverse=True):
-        min(shares, key=load).append(shape)
-    return max(shares, key=load)
+    shares = [0] * shards
+    for weights in sorted((shape.numel() for shape in shapes), reverse=True):
+        shares[shares.index(min(shares))] += weights
+    return max(shares)
 
 
 # The table
@@ -500,13 +441,12 @@ def simplest(rows):
 def remedies(args):
     """Return what to do if no setting fits, as a text."""
     found = []
-    batch_size = args.batch_size // 2
-    while batch_size:
-        name = simplest(compare(args, describe_model(args, batch_size), args.gpus))
-        if name:
+    batch_size = args.batch_size
+    while batch_size > 1:
+        batch_size //= 2
+        if name := simplest(compare(args, describe_model(args, batch_size), args.gpus)):
             found.append(f"--batch-size {batch_size} ({name})")
             break
-        batch_size //= 2
     model = describe_model(args, args.batch_size)
     gpus = args.gpus_per_machine * max(1, args.gpus // args.gpus_per_machine)
     while gpus < MOST_GPUS:
@@ -535,7 +475,7 @@ def table(rows):
 
 def main(args):
     model = describe_model(args, args.batch_size)
-    weights = sum(part.weights for part in model.parts) / 1e6
+    weights = model.weights / 1e6
     compute = "float32" if args.amp == "none" else "bf16, weights in float32"
     print(f"model:      {args.arch or 'equal blocks'}, {weights:.1f} million weights, {compute}")
     print(f"step:       {args.batch_size} images per process, {args.optimizer}")

@@ -2,8 +2,8 @@
 
     python tools/plan.py --gpus 64 --step-ms 180 --gradients-mb 440 --network-gbit 100
 
-Measure --step-ms on one GPU. The models are in tools/book/step_model.py and tools/book/goodput.py;
-docs/performance.md compares them with published results.
+Measure --step-ms on one GPU. The models are in tools/planning/; docs/performance.md compares them
+with published results.
 """
 
 import sys
@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, number, whole_number
-from tools.book import goodput, step_model
-from tools.book.layers import torchvision_layers
+from tools.planning import goodput, step_model
+from tools.planning.layers import torchvision_layers
 
 HOUR = 3600
 

@@ -19,8 +19,8 @@ ENVIRONMENT = {
     "torch": str,
     "torchvision": str,
     "started": str,
+    "command": str,
 }
-ENVIRONMENT |= {"command": str}
 
 
 class RecordError(ValueError):
@@ -38,11 +38,22 @@ def append(log_file, record):
             file.write(json.dumps({"command": command} | record) + "\n")
 
 
-def records(name, results=None):
-    """Return all records in results/NAME/*.jsonl, ordered by file name and then by time.
+def to_run(command):
+    """Return the arguments that run a command, with this Python's programs, and its variables."""
+    words = shlex.split(command)
+    variables = {}
+    while "=" in words[0]:
+        name, value = words.pop(0).split("=", 1)
+        variables[name] = value
+    programs = {
+        "python": [sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    }
+    return [part for word in words for part in programs.get(word, [word])], variables
 
-    May be empty.
-    """
+
+def records(name, results=None):
+    """Return all records in results/NAME/*.jsonl, ordered by file name and then by time."""
     return [record for path in files(name, results) for record in read(path)]
 
 
@@ -86,33 +97,27 @@ def load(name, machine, columns, only=None, results=None):
     path = Path(results or RESULTS, name, f"{machine}.jsonl")
     record_some = f"record some: python tools/experiments.py {name} --machine {machine}"
     if not path.exists():
-        others = [p.stem for p in files(name, results)]
-        choice = (
-            f", expected one of {', '.join(others)} (make charts MACHINE={others[0]})"
-            if others
-            else ""
-        )
+        choice = ""
+        if others := [other.stem for other in files(name, results)]:
+            choice = f", expected one of {', '.join(others)} (make charts MACHINE={others[0]})"
         raise RecordError(f"no {path}{choice}; {record_some}")
-    selected = {
-        k: record for k, record in enumerate(read(path), start=1) if where(record, **only or {})
-    }
+    selected = []
+    for k, record in enumerate(read(path), start=1):
+        if not where(record, **only or {}):
+            continue
+        selected.append(record)
+        for column, kind in (ENVIRONMENT | columns).items():
+            if column not in record:
+                found = f"no column {column!r}, but {', '.join(record)}"
+                raise RecordError(f"{path}, line {k}: {found}; {record_some}")
+            if not fits(value := record[column], kind):
+                found = f"{column} is {value!r}, expected a value of type {kind.__name__}"
+                raise RecordError(f"{path}, line {k}: {found}")
     if not selected:
         raise RecordError(
             f"{path} holds no such records{f' ({only})' if only else ''}; {record_some}"
         )
-    for k, record in selected.items():
-        for column, kind in (ENVIRONMENT | columns).items():
-            if column not in record:
-                raise RecordError(
-                    f"{path}, line {k}: no column {column!r}, "
-                    f"but {', '.join(record)}; {record_some}"
-                )
-            if not fits(value := record[column], kind):
-                raise RecordError(
-                    f"{path}, line {k}: {column} is {value!r}, "
-                    f"expected a value of type {kind.__name__}"
-                )
-    return list(selected.values())
+    return selected
 
 
 def fits(value, kind):
@@ -173,14 +178,6 @@ def ratios(runs, others):
     return [one["images_per_second"] / other["images_per_second"] for one, other in pairs]
 
 
-def checkpoint_seconds(without, saving):
-    """Return the seconds that one checkpoint adds to a run, from the records of a run without and a
-    run with them.
-    """
-    cost = checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
-    return 100 * cost * saving["batch_size"] / without["images_per_second"]
-
-
 def checkpoint_cost(without, saving, r):
     """Return the time that one checkpoint takes, divided by the time of 100 training steps.
 
@@ -190,3 +187,11 @@ def checkpoint_cost(without, saving, r):
         r: the record of the run with checkpoints.
     """
     return (without / saving - 1) * r["every"] / 100
+
+
+def checkpoint_seconds(without, saving):
+    """Return the seconds that a checkpoint takes, from the records of a run without and one with
+    checkpoints.
+    """
+    cost = checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
+    return 100 * cost * saving["batch_size"] / without["images_per_second"]

@@ -58,19 +58,22 @@ def files(folder):
 
 
 def test_class_folders_are_split_by_name(flowers, tmp_path, monkeypatch):
-    """Class folders are split by name so that new images move no old ones."""
+    """New images move no old ones, in the same folder and in another."""
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
+    run(monkeypatch, flowers, tmp_path / "few", "--val-share", 0.0001)
     before = files(tmp_path / "a")
-    assert len(before) == 40 and {name.split("/")[0] for name in before} == {"train", "val"}
+    originals = {name: (flowers / name.split("/", 1)[1]).read_bytes() for name in before}
+    assert len(before) == 40 and before == originals
+    few = files(tmp_path / "few")
     for label in ("rose", "tulip"):
         assert 1 <= sum(name.startswith(f"val/{label}/") for name in before) <= 12
-        assert (
-            before.items()
-            >= {name: (flowers / name.split("/", 1)[1]).read_bytes() for name in before}.items()
-        )
-    (flowers / "rose/new.jpg").write_bytes(photo())
+        assert sum(name.startswith(f"val/{label}/") for name in few) == 1, "each class has one"
+    for k in range(100, 140):  # the hash of some of these names is lower
+        (flowers / f"rose/{k}.jpg").write_bytes(photo(seed=k))
     run(monkeypatch, flowers, tmp_path / "b", "--val-share", 0.25)
+    run(monkeypatch, flowers, tmp_path / "few", "--val-share", 0.0001)
     assert before.items() <= files(tmp_path / "b").items()
+    assert few.items() <= files(tmp_path / "few").items() and len(files(tmp_path / "few")) == 80
 
 
 def test_the_command_for_class_folders_can_be_typed_as_it_is(flowers, tmp_path, monkeypatch):
@@ -122,71 +125,25 @@ def test_two_images_of_one_name_are_refused(flowers, tmp_path, monkeypatch):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_small_share_leaves_every_class_a_validation_image(flowers, tmp_path, monkeypatch):
-    """A small share still leaves every class an image for validation."""
-    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.0001)
-    assert sorted(
-        name.split("/")[:2] for name in files(tmp_path / "a") if name.startswith("val")
-    ) == [
-        ["val", "rose"],
-        ["val", "tulip"],
-    ]
-
-
-def test_new_images_do_not_move_an_only_validation_image(flowers, tmp_path, monkeypatch):
-    """New images of a class with one validation image do not move it."""
-    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.0001)
-    before = files(tmp_path / "a")
-    for k in range(100, 140):  # the hash of some of these names is lower
-        (flowers / f"rose/{k}.jpg").write_bytes(photo(seed=k))
-    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.0001)
-    after = files(tmp_path / "a")
-    assert before.items() <= after.items() and len(after) == len(before) + 40
-
-
-def test_large_images_are_resized_on_their_short_side(flowers, tmp_path, monkeypatch):
-    """Large images are resized on their short side and small ones kept."""
-    (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))
-    (flowers / "rose/small.png").write_bytes(photo((20, 10), kind="PNG"))
-    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25, "--short-side", 50)
-    (large,) = [path for path in (tmp_path / "a").rglob("large.*")]
-    (small,) = [path for path in (tmp_path / "a").rglob("small.*")]
-    assert (large.suffix, Image.open(large).size, Image.open(large).format) == (
-        ".jpg",
-        (100, 50),
-        "JPEG",
-    )
-    assert (small.suffix, Image.open(small).size, Image.open(small).format) == (
-        ".jpg",
-        (20, 10),
-        "JPEG",
-    )
-    (kept,) = [path for path in (tmp_path / "a").rglob("rose/7.jpg")]
-    assert kept.read_bytes() == (flowers / "rose/7.jpg").read_bytes()
-
-
-def test_resized_images_have_the_quality_of_the_flag(flowers, tmp_path, monkeypatch):
+def test_large_images_are_resized_with_the_quality_of_the_flag(flowers, tmp_path, monkeypatch):
     """The tables in a JPEG file, by which its numbers were divided, tell the quality."""
     (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))
-    for quality, flags in ((50, ["--quality", 50]), (90, []), (95, ["--quality", 95])):
+    Image.new("RGBA", (20, 10)).save(flowers / "rose/small.png")  # a JPEG cannot be transparent
+    given = ["--val-share", 0.25, "--short-side", 50]
+    for quality, flags in ((50, ["--quality", 50]), (90, [])):
         target = tmp_path / f"quality{quality}"
-        run(monkeypatch, flowers, target, "--val-share", 0.25, "--short-side", 50, *flags)
-        (resized,) = target.rglob("large.jpg")
+        run(monkeypatch, flowers, target, *given, *flags)
+        (large,) = target.rglob("large.jpg")
+        (small,) = target.rglob("small.jpg")
+        (kept,) = target.rglob("rose/7.jpg")
+        assert (Image.open(large).size, Image.open(large).format) == ((100, 50), "JPEG")
+        assert (Image.open(small).size, Image.open(small).format) == ((20, 10), "JPEG")
+        assert kept.read_bytes() == (flowers / "rose/7.jpg").read_bytes()
         expected = io.BytesIO()
         Image.new("RGB", (8, 8)).save(expected, "JPEG", quality=quality)
-        assert Image.open(resized).quantization == Image.open(expected).quantization
+        assert Image.open(large).quantization == Image.open(expected).quantization
     with pytest.raises(SystemExit):
-        run(
-            monkeypatch,
-            flowers,
-            tmp_path / "none",
-            "--val-share",
-            0.25,
-            "--short-side",
-            50,
-            "--quality",
-            101,
-        )
+        run(monkeypatch, flowers, tmp_path / "none", *given, "--quality", 101)
 
 
 def test_an_interrupted_run_continues_and_overwrites_nothing(
@@ -219,97 +176,64 @@ def test_a_run_that_is_interrupted_starts_no_further_images(flowers, tmp_path, m
     )
 
 
-def test_damaged_images_are_named_and_left_out(flowers, tmp_path, monkeypatch, capsys):
+def test_damaged_images_are_named_left_out_and_counted(flowers, tmp_path, monkeypatch, capsys):
     data = photo()
     (flowers / "rose/half.jpg").write_bytes(data[: len(data) // 2])
     (flowers / "rose/text.jpg").write_text("no image")
     run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
-    captured = capsys.readouterr()
-    assert len(files(tmp_path / "a")) == 40 and "less 2 damaged ones" in captured.out
-    assert sorted(
-        Path(line.split()[5]).name
-        for line in captured.err.splitlines()
-        if line.startswith("damaged")
-    ) == [
-        "half.jpg",
-        "text.jpg",
-    ]
+    out, err = capsys.readouterr()
+    named = [line.split()[5] for line in err.splitlines() if line.startswith("damaged")]
+    assert sorted(Path(name).name for name in named) == ["half.jpg", "text.jpg"]
+    assert "42 images, 0 of them done before | 1 processes" in out
+    found = re.search(r"(\d+) training and (\d+) validation images, less 2 damaged ones", out)
+    names = list(files(tmp_path / "a"))
+    val = sum(name.startswith("val/") for name in names)
+    assert len(names) == 40 and sum(map(int, found.groups())) == 42
+    assert 0 < val <= int(found[2]) <= val + 2 < 20
 
 
-@pytest.mark.parametrize(
-    ("change", "flags", "message"),
-    [
+def test_a_wrong_source_is_refused_before_anything_is_written(flowers, tmp_path, monkeypatch):
+    share = ["--val-share", 0.1]
+    for change, flags, message in (
         (
-            lambda flowers: None,
+            lambda: None,
             [],
             "has neither train/ nor ILSVRC2012_img_train.tar; to split class folders",
         ),
-        (lambda flowers: (flowers / "empty").mkdir(), ["--val-share", 0.1], "empty has no images"),
-        (lambda flowers: (flowers / "train").mkdir(), [], "has train/ and no val/"),
-        (
-            lambda flowers: (flowers / "ILSVRC2012_img_val.tar").touch(),
-            [],
-            "has no ILSVRC2012_img_train.tar",
-        ),
-    ],
-)
-def test_a_wrong_source_is_refused_before_anything_is_written(
-    flowers, tmp_path, monkeypatch, change, flags, message
-):
-    change(flowers)
-    with pytest.raises(UserError, match=message):
-        run(monkeypatch, flowers, tmp_path / "a", *flags)
+        ((flowers / "empty").mkdir, share, "empty has no images"),
+        ((flowers / "train").mkdir, [], "has train/ and no val/"),
+        ((flowers / "val").mkdir, share, "has val/ already; leave the flag out"),
+        ((flowers / prepare.VAL_TAR).touch, [], f"has no {prepare.TRAIN_TAR}"),
+        ((flowers / prepare.TRAIN_TAR).touch, share, "has validation images of its own"),
+    ):
+        change()
+        with pytest.raises(UserError, match=message):
+            run(monkeypatch, flowers, tmp_path / "a", *flags)
     assert not (tmp_path / "a").exists()
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(flowers, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(UserError, match=r"GiB to write, .* GiB free: expected enough space"):
-        run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.1)
-    assert not files(tmp_path / "a")
-
-
-def test_counts_are_those_of_the_files_that_are_written(flowers, tmp_path, monkeypatch, capsys):
-    (flowers / "rose/half.jpg").write_bytes(photo()[:300])
-    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
-    out = capsys.readouterr().out
-    train, val, damaged = re.search(
-        r"(\d+) training and (\d+) validation images, less (\d+) damaged", out
-    ).groups()
-    written = {
-        split: len(list((tmp_path / "a" / split).rglob("*.jpg"))) for split in ("train", "val")
-    }
-    assert written["train"] > 3 * written["val"] / 2 > 0 and sum(written.values()) == 40
-    assert "41 images, 0 of them done before | 1 processes" in out and int(damaged) == 1
-    assert (int(train), int(val)) in [
-        (written["train"] + 1, written["val"]),
-        (written["train"], written["val"] + 1),
-    ]
-
-
-@pytest.mark.parametrize("flags", [[], ["--short-side", 20, "--quality", 60]])
-def test_the_estimate_of_the_space_is_what_is_written(flowers, tmp_path, monkeypatch, flags):
     """Of 40 images all are tried. 5 % of the disk stay free."""
-    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25, *flags)
-    written = sum(len(data) for data in files(tmp_path / "a").values())
     original = sum(path.stat().st_size for path in flowers.rglob("*.jpg"))
-    assert written == original if not flags else written < original
-    free = written / 0.95
-    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: SimpleNamespace(free=free * 0.99))
-    with pytest.raises(UserError, match="expected enough space"):
-        run(monkeypatch, flowers, tmp_path / "b", "--val-share", 0.25, *flags)
-    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: SimpleNamespace(free=free * 1.01))
-    run(monkeypatch, flowers, tmp_path / "b", "--val-share", 0.25, *flags)
-
-
-def test_the_space_that_is_missing_is_told_in_gib(flowers, tmp_path, monkeypatch):
+    usage = SimpleNamespace(free=2**40)
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: usage)
+    for name, flags in (("a", []), ("b", ["--short-side", 20, "--quality", 60])):
+        flags = ["--val-share", 0.25, *flags]
+        usage.free = 2**40
+        run(monkeypatch, flowers, tmp_path / name, *flags)
+        written = sum(len(data) for data in files(tmp_path / name).values())
+        assert written == original if name == "a" else written < original
+        usage.free = written / 0.95 * 0.99
+        with pytest.raises(UserError, match="expected enough space"):
+            run(monkeypatch, flowers, tmp_path / f"full-{name}", *flags)
+        assert not files(tmp_path / f"full-{name}")
+        usage.free = written / 0.95 * 1.01
+        run(monkeypatch, flowers, tmp_path / f"full-{name}", *flags)
     with open(flowers / "rose/huge.jpg", "wb") as file:
         file.truncate(3 * 2**30)  # a file of zeros, which takes no space
-    monkeypatch.setattr(
-        prepare.shutil, "disk_usage", lambda _: SimpleNamespace(free=int(2.5 * 2**30))
-    )
+    usage.free = int(2.5 * 2**30)
     with pytest.raises(UserError, match=r"about 3\.0 GiB to write, 2\.5 GiB free"):
-        run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
+        run(monkeypatch, flowers, tmp_path / "huge", "--val-share", 0.25)
 
 
 def write_tar(path, members):
@@ -377,14 +301,12 @@ def test_imagenets_archives_become_class_folders(archives, tmp_path, monkeypatch
     assert files(tmp_path / "a") == train | val
 
 
-def test_labels_that_need_scipy_say_so_without_it(archives, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    monkeypatch.setitem(sys.modules, "scipy.io", None)
-    with pytest.raises(UserError, match=r"with scipy, which is missing; pip install scipy$"):
-        run(monkeypatch, archives, tmp_path / "a")
-
-
-def test_archives_that_do_not_belong_together_are_refused(archives, tmp_path, monkeypatch):
+def test_archives_that_cannot_be_read_together_are_refused(archives, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "scipy", None)
+        patch.setitem(sys.modules, "scipy.io", None)
+        with pytest.raises(UserError, match=r"with scipy, which is missing; pip install scipy$"):
+            run(monkeypatch, archives, tmp_path / "a")
     write_tar(archives / prepare.VAL_TAR, {"ILSVRC2012_val_00000001.JPEG": photo()})
     with pytest.raises(UserError, match=r"has 1 images, and .* labels for 5"):
         run(monkeypatch, archives, tmp_path / "a")

@@ -17,9 +17,9 @@ communication is the fraction of a training step that no_sync saves. The last pa
 seconds from torchrun to the first training step of 03, by number of processes.
 """
 
+import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,31 +28,29 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.data import build_datasets, build_transforms
+from common.data import build_datasets
 from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError, one_line_errors
 from common.flags import whole_number
-from common.records import environment
-from common.report import synchronize
 from tools.bench.measure import (
     ROOT,
     build_step,
     command_line,
+    fields,
     first_batch,
     parse_args,
     pick_device,
-    write,
+    step_seconds,
+    take_turns,
 )
-from tools.records import spread
+from tools.records import append, group, ratios, spread
 
-TURNS, WARMUP = 10, 3  # per launch
 GPU_STEPS = 20  # training steps per turn on GPUs; on CPUs 1
 
 
@@ -89,81 +87,69 @@ def main(args):
         measure(args)
         return
     device = pick_device()
-    env = environment(device)
-    print(
-        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | "
-        f"{args.repeats} runs of each, in turn"
-    )
     worlds = [(1, 1), (2, 1), (1, 2)]  # processes, threads per process
     if device.type == "cuda":
         worlds = [(1, 1), (torch.cuda.device_count(), 1)]
-
-    runs = {}  # name: images per second, one value per repeat
-    for repeat in range(args.repeats):
-        for processes, threads in worlds:
-            for variant, seconds in launch(args, processes, threads).items():
-                name = f"{processes} x {threads} {variant}"
-                speed = processes * args.batch_size / seconds
-                runs.setdefault(name, []).append(speed)
-                measured = {
-                    "variant": variant,
-                    "world_size": processes,
-                    "threads": threads,
-                    "repeat": repeat,
-                }
-                write(
-                    args,
-                    env,
-                    bench="ddp",
-                    **measured,
-                    seconds_per_step=seconds,
-                    images_per_second=speed,
-                )
-            print(
-                f"   run {repeat + 1}: {processes} x {threads} {speed:8.0f} img/s ({variant})",
-                flush=True,
-            )
-
-    show(runs, worlds)
+    known = fields(args, device)
+    records = take_turns(
+        args,
+        known | {"bench": "ddp"},
+        worlds,
+        run=lambda world: launch(args, *world),
+        line=lambda run: f"{name_of(run)} {run['images_per_second']:8.0f} img/s ({run['variant']})",
+    )
+    show(group(records, "world_size", "threads", "variant"))
     print("\nseconds from torchrun to the first training step of 03:")
     for processes in args.launches:
         times = [launch_seconds(processes) for _ in range(args.repeats)]
         for repeat, seconds in enumerate(times):
-            write(args, env, bench="launch", world_size=processes, repeat=repeat, seconds=seconds)
+            record = {"bench": "launch", "world_size": processes, "repeat": repeat}
+            append(args.log_file, known | record | {"seconds": seconds})
         print(f"{processes:3} processes {spread(times, '.1f'):>24}", flush=True)
 
 
-def show(runs, worlds):
+def name_of(run):
+    return f"{run['world_size']} x {run['threads']}"
+
+
+def show(runs):
     """Print images per second, efficiency and exposed communication of each variant."""
-    base = runs["1 x 1 plain"]
     print(
         f"\n{'processes x threads':36} {'img/s, median (range)':>24} "
         f"{'efficiency':>20} {'exposed':>20}"
     )
-    for name, speeds in runs.items():
-        processes, _, threads = name.split(" ")[:3]
-        efficiency = [
-            a / b / int(processes) / int(threads) for a, b in zip(speeds, base, strict=True)
-        ]
+    base = runs[1, 1, "plain"]
+    for (processes, threads, variant), same in runs.items():
+        speeds = [run["images_per_second"] for run in same]
+        efficiency = [ratio / processes / threads for ratio in ratios(same, base)]
         exposed = ""
-        if (no_sync := runs.get(f"{processes} x {threads} no_sync")) and not name.endswith(
-            "no_sync"
-        ):
-            exposed = spread([1 - a / b for a, b in zip(speeds, no_sync, strict=True)], ".2f")
+        no_sync = runs.get((processes, threads, "no_sync"))
+        if no_sync and variant != "no_sync":
+            exposed = spread([1 - ratio for ratio in ratios(same, no_sync)], ".2f")
         print(
-            f"{name:36} {spread(speeds, '.0f'):>24} {spread(efficiency, '.2f'):>20} {exposed:>20}"
+            f"{name_of(same[0]) + ' ' + variant:36} {spread(speeds, '.0f'):>24} "
+            f"{spread(efficiency, '.2f'):>20} {exposed:>20}"
         )
 
 
 def launch(args, processes, threads):
-    """Run measure() in processes under torchrun. Return {variant: seconds per training step}."""
+    """Run measure() in processes under torchrun. Return a record for each variant."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += [ROOT / "tools/bench/ddp.py", "--inside", *command_line(args)]
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     process = subprocess.run(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True)
     if process.returncode != 0:
         raise UserError(f"torchrun exited with code {process.returncode}; see its message above")
-    return json.loads(process.stdout.splitlines()[-1])
+    return [
+        {
+            "variant": variant,
+            "world_size": processes,
+            "threads": threads,
+            "seconds_per_step": seconds,
+            "images_per_second": processes * args.batch_size / seconds,
+        }
+        for variant, seconds in json.loads(process.stdout.splitlines()[-1]).items()
+    ]
 
 
 @cleaned_up()
@@ -175,27 +161,15 @@ def measure(args):
     d = setup_distributed()
     args.limit = max(2, args.batch_size)
     train_set, _ = build_datasets(args)
-    normalize = build_transforms(train_set, args, d.device)[1]
-    images, targets = first_batch(args, train_set)
-    images = normalize(images.to(d.device))
-    targets = targets.to(d.device)
-
-    variants = VARIANTS if d.world_size > 1 else {"plain": lambda model: model}
-    steps = {name: build_step(args, train_set, d.device, wrap) for name, wrap in variants.items()}
-    times = {name: [] for name in steps}
+    batch = first_batch(args, train_set, d.device)
+    steps = {}
+    for name, wrap in (VARIANTS if d.world_size > 1 else {"plain": lambda model: model}).items():
+        step = build_step(args, train_set, d.device, wrap)
+        steps[name] = functools.partial(step, *batch, synced=name != "no_sync")
     per_turn = GPU_STEPS if d.device.type == "cuda" else 1
-    for k in range(WARMUP + TURNS):
-        for name, step in steps.items():
-            dist.barrier()
-            synchronize(d.device)
-            begin = time.perf_counter()
-            for _ in range(per_turn):
-                step(images, targets, synced=name != "no_sync")
-            synchronize(d.device)
-            if k >= WARMUP:
-                times[name].append((time.perf_counter() - begin) / per_turn)
+    seconds = step_seconds(steps, d.device, per_turn)
     if d.is_main:
-        print(json.dumps({name: statistics.median(seconds) for name, seconds in times.items()}))
+        print(json.dumps(seconds))
 
 
 def launch_seconds(processes):
@@ -209,25 +183,21 @@ def launch_seconds(processes):
                     Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(path / f"{k}.png")
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
         command += [ROOT / "03_mnmc_ddp_launch.py", "--dataset", "folder", "--data-dir", folder]
-        command += ["--batch-size", "4"]
-        command += ["--epochs", "1"]
-        begin = time.perf_counter()
+        command += ["--batch-size", "4", "--epochs", "1"]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        begin = time.perf_counter()
+        seconds = None
         with subprocess.Popen(list(map(str, command)), **options) as process:
-            seconds = next(
-                (
-                    time.perf_counter() - begin
-                    for line in process.stdout
-                    if "== step: [  1/1]" in line
-                ),
-                None,
-            )
+            for line in process.stdout:
+                if "== step: [  1/1]" in line:
+                    seconds = time.perf_counter() - begin
+                    break
             _, errors = process.communicate()
-        if seconds is None or process.returncode != 0:
-            raise UserError(
-                f"03 with {processes} processes printed no training step: {errors.strip()[-300:]}"
-            )
-        return seconds
+    if seconds is None or process.returncode != 0:
+        raise UserError(
+            f"03 with {processes} processes printed no training step: {errors.strip()[-300:]}"
+        )
+    return seconds
 
 
 if __name__ == "__main__":

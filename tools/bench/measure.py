@@ -1,17 +1,29 @@
-"""Functions shared by the benchmarks: flags, a training step, a line in --log-file."""
+"""Functions shared by the benchmarks: flags, training steps, and runs in turn that are recorded."""
 
 import contextlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from common.data import build_loader
+from common.data import build_loader, build_transforms
+from common.errors import UserError
 from common.flags import shared_flags, whole_number
 from common.models import build_model
+from common.records import environment
+from common.report import synchronize, warmup_steps
 from tools.records import append
 
 ROOT = Path(__file__).resolve().parents[2]
+TURNS, WARMUP = 10, 3  # of training steps
 
 
 def parse_args(doc, add_flags=lambda parser: None):
@@ -43,10 +55,14 @@ def pick_device():
     )
 
 
-def first_batch(args, train_set):
-    """Return the first batch of a training set as (images, targets); a small set is repeated."""
+def first_batch(args, train_set, device):
+    """Return the first batch of a training set, normalized, as (images, targets) on the device. A
+    small set is repeated.
+    """
     indices = [k % len(train_set) for k in range(args.batch_size)]
-    return next(iter(build_loader(train_set, args, indices)))
+    images, targets = next(iter(build_loader(train_set, args, indices)))
+    normalize = build_transforms(train_set, args, device)[1]
+    return normalize(images.to(device)), targets.to(device)
 
 
 def build_step(args, train_set, device, wrap=lambda model: model):
@@ -81,9 +97,145 @@ def build_step(args, train_set, device, wrap=lambda model: model):
     return step
 
 
-def write(args, env, **measured):
-    """Append one line to --log-file."""
-    settings = {
-        name: getattr(args, name) for name in ("dataset", "data_dir", "limit", "batch_size")
-    }
-    append(args.log_file, {"model": args.arch} | settings | env | measured)
+def step_seconds(steps, device, per_turn=1):
+    """Return {name: seconds of steps[name]()}, the median of TURNS turns.
+
+    The steps take turns, every second time in reverse order; all ranks start a turn together. Each
+    turn repeats a step `per_turn` times.
+    """
+    times = {name: [] for name in steps}
+    for turn in range(WARMUP + TURNS):
+        for name in list(steps)[:: -1 if turn % 2 else 1]:
+            dist.barrier()
+            synchronize(device)
+            begin = time.perf_counter()
+            for _ in range(per_turn):
+                steps[name]()
+            synchronize(device)
+            if turn >= WARMUP:
+                times[name].append((time.perf_counter() - begin) / per_turn)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def timed(batches, step, device):
+    """Return the images per second of a loop over batches, without its first training steps."""
+    if len(batches) < 10:
+        raise UserError(
+            f"{len(batches)} steps are too few to time, expected 10 or more: lower --batch-size"
+        )
+    done = 0
+    warmup = warmup_steps(len(batches))
+    for k, (images, targets) in enumerate(batches, start=1):
+        step(images, targets)
+        done += len(targets)
+        if k == warmup:
+            synchronize(device)
+            done = 0
+            begin = time.perf_counter()
+    synchronize(device)
+    return done / (time.perf_counter() - begin)
+
+
+def run_alone(what, make_command):
+    """Run a program of this repository in its own process.
+
+    Args:
+        what: str, names it in a message.
+        make_command: function of an empty folder that returns the program and its arguments.
+
+    Returns:
+        its records, of FOLDER/log.jsonl or else of its output, and the peak memory in MiB of its
+        process and its children.
+
+    Raises:
+        UserError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *map(str, make_command(Path(folder)))]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        peak = 0
+        while process.returncode is None:
+            try:
+                output, _ = process.communicate(timeout=1)
+            except subprocess.TimeoutExpired:
+                peak = max(peak, memory_of(process.pid) // 1024)
+        if process.returncode != 0:
+            raise UserError(f"{what} exited with code {process.returncode}; see its message above")
+        log = Path(folder, "log.jsonl")
+        lines = (log.read_text() if log.exists() else output).splitlines()
+    return [json.loads(line) for line in lines], peak
+
+
+def memory_of(pid):
+    """Return the memory of a process and its children in KiB: 0 without /proc, or at its end.
+
+    Shared memory is counted once: each process counts with its proportional share (PSS).
+    """
+    process = Path(f"/proc/{pid}")
+    try:
+        total = int(re.search(r"^Pss: *(\d+)", (process / "smaps_rollup").read_text(), re.M)[1])
+        for children in process.glob("task/*/children"):
+            total += sum(map(memory_of, children.read_text().split()))
+    except OSError:  # it has just exited
+        return 0
+    return total
+
+
+def fields(args, device, *names):
+    """Return the fields of all records of a run: its settings, the hardware, and the versions."""
+    names = names or ("dataset", "data_dir", "limit", "batch_size")
+    settings = {name: getattr(args, name) for name in names}
+    return {"model": args.arch} | settings | environment(device)
+
+
+def take_turns(args, known, variants, run, line):
+    """Run each variant --repeats times, in turn. Print and record each run.
+
+    Args:
+        args: Namespace with repeats and log_file.
+        known: dict, the fields of all records.
+        variants: list, what to run.
+        run: function of a variant that runs it; returns a list of dict, what it measured.
+        line: function of the last of these records that returns the text to print.
+
+    Returns:
+        list of dict, all records.
+    """
+    print(
+        f"{known['device_name']}, {known['cores']} cores | torch {known['torch']} | "
+        f"{args.repeats} runs of each, in turn"
+    )
+    records = []
+    for repeat in range(args.repeats):
+        for variant in variants:
+            new = [known | {"repeat": repeat} | measured for measured in run(variant)]
+            for record in new:
+                append(args.log_file, record)
+            print(f"   run {repeat + 1}: {line(new[-1])}", flush=True)
+            records += new
+    return records
+
+
+def loader_speeds(args, known, loaders, field):
+    """Read all batches of each loader --repeats times, in turn, and record each speed.
+
+    Args:
+        args: Namespace with repeats and log_file.
+        known: dict, the fields of all records.
+        loaders: {name: function that returns batches (images, targets, ...)}.
+        field: str, the field of a record that holds the name.
+
+    Returns:
+        {name: list of images per second}
+    """
+    speeds = {name: [] for name in loaders}
+    for repeat in range(-1, args.repeats):
+        for name, batches in loaders.items():
+            begin = time.perf_counter()
+            images = sum(len(batch[1]) for batch in batches())
+            speed = images / (time.perf_counter() - begin)
+            if repeat >= 0:  # the first pass starts the worker and fills the cache of files
+                speeds[name].append(speed)
+                record = {field: name, "repeat": repeat, "images_per_second": speed}
+                append(args.log_file, known | record)
+    return speeds

@@ -16,8 +16,8 @@ second time in reverse order. Rank 0 measures:
                ring of N ranks, (N - 1) / N of the size, and twice this for an all-reduce
     images/s   of all processes together; on CPUs, they share the cores
 
-The training step is that of 03, with SGD and momentum in float32. Images are random numbers. This
-has not run on a GPU yet.
+The training step is that of 03, with SGD and momentum in float32. Images are random numbers. The
+last line compares the measured with the computed peak. This has not run on a GPU yet.
 """
 
 import argparse
@@ -31,7 +31,6 @@ import sys
 import time
 import weakref
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,29 +54,22 @@ from common.records import environment
 from common.report import synchronize
 from tools import fit
 from tools.bench.measure import ROOT, pick_device
-from tools.book.layers import build as build_model
-from tools.records import append, spread
+from tools.planning.layers import build as build_model
+from tools.records import append
 
 SETTLED = 2  # training steps until optimizer state and buckets are allocated
 CLASSES = 1000
 
 
-class Variant(NamedTuple):
-    """A fit.Setting, and the number of processes to run it with."""
-
-    processes: int
-    setting: fit.Setting
-
-
 def variants(counts):
-    """Return {name: Variant} for these numbers of processes: one, a few, and the most.
+    """Return {name: (number of processes, fit.Setting)}: one process, a few, and the most.
 
     With one process only, there is nothing to divide or to send, but DDP still copies gradients
     into buckets, and FSDP the weights of a block.
     """
     few = min((n for n in counts if n > 1), default=1)
     most = max(counts)
-    settings = [
+    rows = [
         (1, fit.Setting("1 process", "plain")),
         (few, fit.Setting("DDP", "ddp", few)),
         (few, fit.Setting("DDP, checkpointing", "ddp", few, checkpointed=True)),
@@ -87,17 +79,12 @@ def variants(counts):
         (few, fit.Setting("FSDP, checkpointing", "fsdp", few, checkpointed=True)),
     ]
     if few == 1:
-        alike = ("DDP, checkpointing", "DDP, ZeroRedundancyOptimizer", "FSDP, no resharding")
-        settings = [pair for pair in settings if pair[1].name not in alike]
+        del rows[2:5]  # like DDP, and like FSDP
     if most > few:
-        settings.append((most, fit.Setting("FSDP", "fsdp", most)))
+        rows.append((most, fit.Setting("FSDP", "fsdp", most)))
     if most > few and most % 2 == 0:
-        settings.append((most, fit.Setting(f"HSDP {most // 2} x 2", "fsdp", 2)))
-    named = {}
-    for processes, setting in settings:
-        name = setting.name if processes == 1 else f"{setting.name}, {processes} ranks"
-        named[name] = Variant(processes, setting)
-    return named
+        rows.append((most, fit.Setting(f"HSDP {most // 2} x 2", "fsdp", 2)))
+    return {row[1].name if row[0] == 1 else f"{row[1].name}, {row[0]} ranks": row for row in rows}
 
 
 def parse_args():
@@ -126,7 +113,8 @@ def parse_args():
 
 def main(args):
     if args.inside:
-        measure(args, variants(args.processes)[args.inside].setting)
+        _, setting = variants(args.processes)[args.inside]
+        measure(args, setting)
         return
     env = environment(pick_device())
     print(
@@ -135,96 +123,46 @@ def main(args):
         flush=True,
     )
     model = fit.count_arch(args.arch, args.image_size, args.batch_size)
-    runs = {name: [] for name in variants(args.processes)}
+    first = {}  # {variant: its first record}
     for repeat in range(args.seed, args.seed + args.repeats):
         in_order = list(enumerate(variants(args.processes).items()))
-        for row, (name, variant) in in_order[:: -1 if repeat % 2 else 1]:
+        for row, (name, (processes, setting)) in in_order[:: -1 if repeat % 2 else 1]:
             record = {"bench": "memory", "model": args.arch, "image_size": args.image_size}
             record |= {"batch_size": args.batch_size, "seed": args.seed, "repeat": repeat}
             record |= {"row": row, "variant": name}
-            record |= {"world_size": variant.processes, **variant.setting._asdict()}
-            record |= launch(args, name, variant) | predicted(model, variant, env["device"])
-            runs[name].append(record)
+            record |= {"world_size": processes, **setting._asdict()}
+            record |= launch(name, processes)
+            foreach = env["device"] != "cpu"  # torch's default
+            computed = fit.peak(model, setting, "momentum", foreach)
+            record |= {"computed_peak_bytes": round(computed.total)}
             append(args.log_file, env | record)
-            print(f"   run {repeat + 1}: {line(record)}", flush=True)
-    print()
-    print("\n".join(table(runs)))
-    named = {record["name"]: record for (record, *_) in runs.values()}
-    pair = f"{summary(named['DDP'])}, {summary(named['FSDP'])}"
-    print(f"peak, and how far the computed peak is off: {pair}")
+            print(
+                f"   run {repeat + 1}: {name:38} peak {record['peak_bytes'] / 1e6:7.0f} MB, "
+                f"computed {computed.total / 1e6:7.0f} MB, sent {record['sent_bytes'] / 1e6:6.0f} "
+                f"MB, {record['images_per_second']:7.1f} img/s",
+                flush=True,
+            )
+            first.setdefault(name, record)
+    peaks = [
+        f"{record['variant']} {record['peak_bytes'] / 1e6:.0f} MB "
+        f"({100 * (record['computed_peak_bytes'] / record['peak_bytes'] - 1):+.1f} %)"
+        for record in sorted(first.values(), key=lambda record: record["row"])
+        if record["name"] in ("DDP", "FSDP")
+    ]
+    print(f"peak, and how far the computed peak is off: {', '.join(peaks)}")
 
 
-def summary(record):
-    peak, computed = record["peak_bytes"], record["computed_peak_bytes"]
-    return f"{record['variant']} {peak / 1e6:.0f} MB ({100 * (computed / peak - 1):+.1f} %)"
-
-
-def launch(args, name, variant):
+def launch(name, processes):
     """Run measure() in processes under torchrun, and return what rank 0 prints."""
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += [f"--nproc-per-node={variant.processes}", ROOT / "tools/bench/memory.py"]
-    command += ["--inside", name, "--arch", args.arch, "--image-size", args.image_size]
-    command += ["--batch-size", args.batch_size, "--steps", args.steps, "--seed", args.seed]
-    command += ["--processes", *args.processes]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    command += [str(ROOT / "tools/bench/memory.py"), *sys.argv[1:], "--inside", name]
     env = {"OMP_NUM_THREADS": "1"} | os.environ
-    process = subprocess.run(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True)
+    process = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
     if process.returncode != 0:
         raise UserError(
             f"{name}: torchrun exited with code {process.returncode}; see its message above"
         )
     return json.loads(process.stdout.splitlines()[-1])
-
-
-def predicted(model, variant, device):
-    """Return the same numbers as computed by tools/fit.py."""
-    foreach = device != "cpu"  # torch's default
-    peak = fit.peak(model, variant.setting, "momentum", foreach)
-    held = fit.held(model, variant.setting, "momentum")
-    names = ("weights", "gradients", "optimizer")
-    return {
-        "computed_peak_bytes": round(peak.total),
-        "computed_moment": peak.moment,
-        "computed_held_bytes": {name: round(getattr(held, name)) for name in names},
-    }
-
-
-def line(record):
-    return (
-        f"{record['variant']:38} peak {record['peak_bytes'] / 1e6:7.0f} MB, computed "
-        f"{record['computed_peak_bytes'] / 1e6:7.0f} MB, "
-        f"sent {record['sent_bytes'] / 1e6:6.0f} MB, {record['images_per_second']:7.1f} img/s"
-    )
-
-
-def table(runs):
-    """Return the lines that compare the variants; ratios are those to DDP in the same repeat.
-
-    Args:
-        runs: {name of a variant: its records}.
-    """
-    base = next(records for records in runs.values() if records[0]["name"] == "DDP")
-    lines = [
-        f"{'variant':38} {'peak MB':>8} {'to DDP':>7} {'computed':>9} {'held MB':>8} "
-        f"{'sent MB':>8} {'to DDP':>7} {'img/s, median (range)':>26} {'to DDP':>20}"
-    ]
-    for name, records in runs.items():
-        first = records[0]
-        peak = max(record["peak_bytes"] for record in records)
-        sent = first["sent_bytes"]
-        speeds = [record["images_per_second"] for record in records]
-        ratios = [
-            a["images_per_second"] / b["images_per_second"]
-            for a, b in zip(records, base, strict=True)
-        ]
-        against = max(record["peak_bytes"] for record in base)
-        difference = 100 * (first["computed_peak_bytes"] / peak - 1)
-        lines.append(
-            f"{name:38} {peak / 1e6:8.0f} {peak / against:7.2f} {difference:+7.1f} % "
-            f"{sum(first['held_bytes'].values()) / 1e6:8.0f} {sent / 1e6:8.0f} "
-            f"{sent / (base[0]['sent_bytes'] or 1):7.2f} {spread(speeds, '.1f'):>26} "
-            f"{spread(ratios, '.2f'):>20}"
-        )
-    return lines
 
 
 # One variant
@@ -261,20 +199,13 @@ class Watch(TorchDispatchMode):
         return sum(storage.nbytes() for storage in self.storages)
 
 
-class Collective(NamedTuple):
-    """How to read the size of a collective from the arguments of its operation."""
-
-    name: str
-    tensors: int  # index of the argument that holds the full tensors
-    group: int  # index of the argument that is the process group
-    rounds: int  # around the ring
-
-
+# Of the operation of each collective: its name, the index of the argument that holds the full
+# tensors, the index of the process group, and how often the tensors go around the ring.
 COLLECTIVES = {
-    "c10d::allreduce_": Collective("all_reduce", 0, 1, 2),
-    "c10d::broadcast_": Collective("broadcast", 0, 1, 1),
-    "c10d::_allgather_base_": Collective("all_gather", 0, 2, 1),
-    "c10d::_reduce_scatter_base_": Collective("reduce_scatter", 1, 2, 1),
+    "c10d::allreduce_": ("all_reduce", 0, 1, 2),
+    "c10d::broadcast_": ("broadcast", 0, 1, 1),
+    "c10d::_allgather_base_": ("all_gather", 0, 2, 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2, 1),
 }
 
 
@@ -282,11 +213,11 @@ def bytes_sent(func, args):
     """Return {collective: bytes that a rank sends with a ring}, empty for other operations."""
     if func.name() not in COLLECTIVES:
         return {}
-    collective = COLLECTIVES[func.name()]
-    tensors = tree_leaves(args[collective.tensors])
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    ranks = dist.ProcessGroup.unbox(args[collective.group]).size()
-    return {collective.name: size * collective.rounds * (ranks - 1) / ranks}
+    name, tensors, group, rounds = COLLECTIVES[func.name()]
+    full = tree_leaves(args[tensors])
+    size = sum(tensor.numel() * tensor.element_size() for tensor in full)
+    ranks = dist.ProcessGroup.unbox(args[group]).size()
+    return {name: size * rounds * (ranks - 1) / ranks}
 
 
 @cleaned_up()

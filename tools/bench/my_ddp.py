@@ -18,9 +18,8 @@ torch's DDP also broadcasts the statistics of batch norm, which the solutions do
 has not run on a GPU yet.
 """
 
-import statistics
+import functools
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -33,17 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.data import build_datasets, build_transforms
+from common.data import build_datasets
 from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError, one_line_errors
 from common.models import build_model
-from common.records import environment
-from common.report import synchronize
-from tools.bench.measure import ROOT, first_batch, parse_args, write
+from tools.bench.measure import ROOT, WARMUP, fields, first_batch, parse_args, step_seconds
 from tools.bench.memory import bytes_sent
-from tools.records import group, spread
+from tools.records import append, group, spread
 
-TURNS, WARMUP = 10, 3
 BUCKET_SIZE = 25 * 2**20  # bytes: the default of torch's DDP
 ALONE = "no communication"
 TORCHS = "torch's DDP"
@@ -113,32 +109,31 @@ def main(args):
         )
     args.limit = max(2, args.batch_size)
     train_set, _ = build_datasets(args)
-    normalize = build_transforms(train_set, args, d.device)[1]
-    images, targets = first_batch(args, train_set)
-    batch = (normalize(images.to(d.device)), targets.to(d.device))
+    batch = first_batch(args, train_set, d.device)
 
     steps = {}
     counted = {}  # what is the same in each training step
     for name, variant in variants().items():
-        steps[name], optimizer = build_step(args, train_set, d.device, variant)
+        step, optimizer = build_step(args, train_set, d.device, variant)
         for _ in range(WARMUP):
-            steps[name](*batch)
+            step(*batch)
         with Messages() as messages:
-            steps[name](*batch)
+            step(*batch)
         counted[name] = {
             "messages": len(messages.sizes),
             "sent_bytes": round(sum(messages.sizes)),
             "state_bytes": of_all_ranks(state_bytes(optimizer)),
         }
-    env = environment(d.device) | {"world_size": d.world_size, "backend": d.backend}
+        steps[name] = functools.partial(slowest, step, batch)
+    known = fields(args, d.device) | {"world_size": d.world_size, "backend": d.backend}
     records = []
     for repeat in range(args.repeats):
-        for name, seconds in take_turns(steps, batch, d.device).items():
+        for name, seconds in step_seconds(steps, d.device).items():
             record = {"variant": name, "seed": args.seed, "repeat": repeat, **counted[name]}
             records.append(record | {"seconds_per_step": seconds})
     if d.is_main:
         for record in records:
-            write(args, env, bench="my_ddp", **record)
+            append(args.log_file, known | {"bench": "my_ddp"} | record)
         show(rows(records))
 
 
@@ -172,19 +167,10 @@ def of_all_ranks(value):
     return values
 
 
-def take_turns(steps, batch, device):
-    """Return {variant: seconds per training step}, the median of its turns."""
-    times = {name: [] for name in steps}
-    for turn in range(TURNS):
-        for name in list(steps)[:: -1 if turn % 2 else 1]:
-            dist.barrier()
-            synchronize(device)
-            begin = time.perf_counter()
-            steps[name](*batch)
-            dist.barrier()  # the slowest rank counts
-            synchronize(device)
-            times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+def slowest(step, batch):
+    """Run a training step until the slowest rank has ended it."""
+    step(*batch)
+    dist.barrier()
 
 
 def rows(records):

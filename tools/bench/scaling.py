@@ -17,40 +17,44 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.data import build_datasets, build_transforms
+from common.data import build_datasets
 from common.distributed import cleaned_up, setup_distributed
 from common.errors import one_line_errors
-from common.records import environment
 from common.report import synchronize
-from tools.bench.measure import build_step, first_batch, parse_args, write
+from tools.bench.measure import (
+    WARMUP,
+    build_step,
+    fields,
+    first_batch,
+    parse_args,
+    step_seconds,
+)
+from tools.records import append
 
 SIZES = [2**k for k in range(10, 27, 2)]  # bytes: 1 KiB to 64 MiB
-STEPS, WARMUP = 10, 3
 
 
 @cleaned_up()
 def main(args):
     d = setup_distributed()
     args.limit = max(2, args.batch_size)
-    env = environment(d.device) | {
+    known = fields(args, d.device) | {
         "world_size": d.world_size,
         "local_world_size": d.local_world_size,
+        "backend": d.backend,
+        "seed": args.seed,
     }
-    env |= {"backend": d.backend, "seed": args.seed}
-
-    if d.world_size > 1:
-        for size in SIZES:
-            seconds = all_reduce_seconds(size, d.device)
-            if d.is_main:
-                print(
-                    (
-                        f"all_reduce of {size:10} bytes between {d.world_size} processes: "
-                        f"{1000 * seconds:10.3f} ms"
-                    ),
-                    flush=True,
-                )
-                write(args, env, bench="all_reduce", bytes=size, seconds=seconds)
-    measured = step_parts(args, d)
+    for size in SIZES if d.world_size > 1 else []:
+        seconds = all_reduce_seconds(size, d.device)
+        if d.is_main:
+            print(
+                f"all_reduce of {size:10} bytes between {d.world_size} processes: "
+                f"{1000 * seconds:10.3f} ms",
+                flush=True,
+            )
+            record = {"bench": "all_reduce", "bytes": size, "seconds": seconds}
+            append(args.log_file, known | record)
+    measured = step_parts(args, d.device)
     if d.is_main:
         buckets = ", ".join(f"{size / 2**20:.1f}" for size in measured["bucket_bytes"])
         whole, compute = 1000 * measured["seconds"], 1000 * measured["compute_seconds"]
@@ -58,48 +62,31 @@ def main(args):
             f"training step: {whole:.1f} ms, without communication {compute:.1f} ms; "
             f"buckets of {buckets} MiB"
         )
-        write(args, env, bench="step", **measured)
+        append(args.log_file, known | {"bench": "step"} | measured)
 
 
 def all_reduce_seconds(size, device):
-    """Return the median seconds of an all_reduce of `size` bytes.
-
-    All ranks start each all_reduce together.
-    """
-    tensor = torch.ones(size // 4, device=device)
-    times = []
-    for k in range(WARMUP + STEPS):
-        dist.barrier()
-        synchronize(device)
-        begin = time.perf_counter()
-        dist.all_reduce(tensor)
-        synchronize(device)
-        if k >= WARMUP:
-            times.append(time.perf_counter() - begin)
-        tensor.fill_(1)  # otherwise the sums grow to infinity
-    return statistics.median(times)
+    """Return the median seconds of an all_reduce of `size` bytes."""
+    tensor = torch.zeros(size // 4, device=device)  # the sums of ones would grow to infinity
+    return step_seconds({"all_reduce": lambda: dist.all_reduce(tensor)}, device)["all_reduce"]
 
 
-def step_parts(args, d):
+def step_parts(args, device):
     """Measure a training step with and without communication, and when each bucket of gradients is
     ready.
 
-    The two kinds of step take turns. Before each time is taken, the device is synchronised, because
-    a GPU works asynchronously.
+    Before each time is taken, the device is synchronised, because a GPU works asynchronously.
 
     Returns:
         dict of seconds, compute_seconds, ready_seconds and bucket_bytes; the times are medians.
     """
     train_set, _ = build_datasets(args)
-    normalize = build_transforms(train_set, args, d.device)[1]
-    images, targets = first_batch(args, train_set)
-    images = normalize(images.to(d.device))
-    targets = targets.to(d.device)
-
-    marks, buckets = [], []
+    batch = first_batch(args, train_set, device)
+    ready, buckets = [], []
+    marks = []  # of one step: its begin, and when its buckets are ready
 
     def mark():
-        synchronize(d.device)
+        synchronize(device)
         marks.append(time.perf_counter())
 
     def send_nothing(state, bucket):
@@ -114,23 +101,22 @@ def step_parts(args, d):
         ddp.register_comm_hook(None, send_nothing)
         return ddp
 
-    communicating = build_step(args, train_set, d.device, DistributedDataParallel)
-    silent = build_step(args, train_set, d.device, without_communication)
-    whole, parts = [], []
-    for k in range(WARMUP + STEPS):
-        for step, times in ((communicating, whole), (silent, parts)):
-            dist.barrier()
-            del marks[:], buckets[:]
-            mark()
-            step(images, targets)
-            mark()
-            if k >= WARMUP:
-                times.append([t - marks[0] for t in marks[1:]])
-    *ready, total = (statistics.median(times) for times in zip(*parts, strict=True))
+    communicating = build_step(args, train_set, device, DistributedDataParallel)
+    silent = build_step(args, train_set, device, without_communication)
+
+    def silent_step():
+        marks.clear()
+        buckets.clear()
+        mark()
+        silent(*batch)
+        ready.append([moment - marks[0] for moment in marks[1:]])
+
+    steps = {"whole": lambda: communicating(*batch), "compute": silent_step}
+    seconds = step_seconds(steps, device)
     return {
-        "seconds": statistics.median(times[-1] for times in whole),
-        "compute_seconds": total,
-        "ready_seconds": ready,
+        "seconds": seconds["whole"],
+        "compute_seconds": seconds["compute"],
+        "ready_seconds": [statistics.median(times) for times in zip(*ready[WARMUP:], strict=True)],
         "bucket_bytes": list(buckets),
     }
 

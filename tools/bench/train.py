@@ -2,7 +2,7 @@
 --repeats times:
     bare          forward, backward and optimizer step, always on the same batch
     dummy         06_imagenet.py --dummy: all of the script except reading images
-    checkpoints   the same, with a checkpoint every --every steps
+    checkpoints   the same, with a checkpoint every ten steps
     files         06_imagenet.py on the photographs of --data-dir
     example       a loop as PyTorch's ImageNet example has it: float32, one batch in pinned memory,
                   loss and accuracy read in each step; only if --runs names it
@@ -19,10 +19,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,10 +31,9 @@ from torchvision import transforms as T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.errors import UserError, one_line_errors
+from common.errors import one_line_errors
 from common.images import MEAN, STD
-from common.records import environment, peak_memory
-from common.report import synchronize, warmup_steps
+from common.records import peak_memory
 from imagenet.datasets import Images
 from imagenet.flags import (
     AMP_DTYPES,
@@ -50,11 +46,21 @@ from imagenet.flags import (
 from imagenet.loader import build_loader
 from imagenet.model import build_model
 from imagenet.sampler import GlobalBatchSampler
-from tools.bench.measure import ROOT, pick_device
-from tools.records import append, checkpoint_cost, ratios, spread
+from tools.bench.measure import (
+    ROOT,
+    fields,
+    loader_speeds,
+    pick_device,
+    run_alone,
+    take_turns,
+    timed,
+)
+from tools.records import checkpoint_cost, group, ratios, spread
 
 RUNS = ("bare", "dummy", "checkpoints", "files")
 EXAMPLES = ("example", "example-amp")
+EVERY = 10  # training steps between checkpoints
+WORKERS = 2  # loader processes of the files run
 
 
 def parse_args():
@@ -69,14 +75,7 @@ def parse_args():
     add("--arch", default="resnet18", metavar="NAME", help="see 06_imagenet.py --help")
     add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images per step")
     add("--image-size", type=whole_number(16), default=224, metavar="N", help="pixels per side")
-    add(
-        "--workers",
-        type=whole_number(0),
-        metavar="N",
-        help="loader processes of the files run; 2 if not given",
-    )
     add("--steps", type=whole_number(20), default=40, metavar="N", help="steps of each run")
-    add("--every", type=whole_number(1), default=10, metavar="N", help="steps between checkpoints")
     add("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each kind")
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per run to FILE")
     add(
@@ -95,57 +94,56 @@ def parse_args():
 
 def main(args):
     if args.inside:
-        loop = bare_loop if args.inside == "bare" else example_loop
-        speed = timed(loop(args), args)
-        print(
-            json.dumps(
-                {"images_per_second": speed, "peak_memory_mib": round(peak_memory() / 2**20)}
-            )
-        )
+        step = (bare_step if args.inside == "bare" else example_step)(args)
+        batch = batch_of(args)
+        speed = timed([batch] * args.steps, step, pick_device())
+        memory = round(peak_memory() / 2**20)
+        print(json.dumps({"images_per_second": speed, "peak_memory_mib": memory}))
         return
-    env = environment(pick_device())
-    print(
-        f"{env['device_name']}, {env['cores']} cores | torch {env['torch']} | "
-        f"{args.repeats} runs of each, in turn"
-    )
+    names = ("data_dir", "batch_size", "amp", "channels_last", "compile", "image_size", "steps")
+    known = fields(args, pick_device(), *names) | {"every": EVERY, "bench": "train"}
     has_files = os.path.isdir(os.path.join(args.data_dir, "train"))
-    names = args.runs or [name for name in RUNS if has_files or name != "files"]
-    runs = {name: [] for name in names}
-    for repeat in range(args.repeats):
-        for name in runs:
-            run = run_one(name, args)
-            runs[name].append(run)
-            write(args, env, run=name, repeat=repeat, **run)
-            print(
-                f"   run {repeat + 1}: {name:12} {run['images_per_second']:9.1f} img/s", flush=True
-            )
+    records = take_turns(
+        args,
+        known,
+        args.runs or [name for name in RUNS if has_files or name != "files"],
+        run=lambda name: [run_one(name, args)],
+        line=lambda run: f"{run['run']:12} {run['images_per_second']:9.1f} img/s",
+    )
+    runs = group(records, "run")
+    show(runs)
+    if "files" in runs:
+        compare_loaders(args, known)
+    if "dummy" in runs:
+        print(summary(runs))
 
-    print(f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   {names[0]} = 1")
-    for name, measured in runs.items():
-        memory = max(run["peak_memory_mib"] for run in measured)
-        speeds = [run["images_per_second"] for run in measured]
-        ratio = spread(ratios(measured, runs[names[0]]), ".3f")
-        print(f"{name:12} {spread(speeds, '.1f'):>28} {memory:8} MiB   {ratio}")
-    if "checkpoints" in names and "dummy" in names:
-        pairs = zip(runs["dummy"], runs["checkpoints"], strict=True)
+
+def show(runs):
+    """Print speed and memory of each kind of run, and what a checkpoint costs."""
+    first = next(iter(runs))
+    print(f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   {first} = 1")
+    for name, same in runs.items():
+        speeds = spread([run["images_per_second"] for run in same], ".1f")
+        memory = max(run["peak_memory_mib"] for run in same)
+        ratio = spread(ratios(same, runs[first]), ".3f")
+        print(f"{name:12} {speeds:>28} {memory:8} MiB   {ratio}")
+    if "checkpoints" in runs and "dummy" in runs:
         costs = [
-            checkpoint_cost(*(run["images_per_second"] for run in pair), vars(args))
-            for pair in pairs
+            100 * checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
+            for without, saving in zip(runs["dummy"], runs["checkpoints"], strict=True)
         ]
-        print(
-            "a checkpoint every 100 steps costs "
-            f"{spread([100 * cost for cost in costs], '.2f')} % of the time"
-        )
-    if "files" in names:
-        compare_loaders(args, env)
-    if "dummy" in names:
-        speed = statistics.median(run["images_per_second"] for run in runs["dummy"])
-        others = [
-            f"{statistics.median(ratios(runs['dummy'], runs[name])):.2f} of {name}"
-            for name in names
-            if name in ("bare", *EXAMPLES)
-        ]
-        print(", ".join([f"06: {speed:.0f} img/s", *others]))
+        print(f"a checkpoint every 100 steps costs {spread(costs, '.2f')} % of the time")
+
+
+def summary(runs):
+    """Return the speed of 06, and its median ratio to each plain loop, as one line."""
+    speed = statistics.median(run["images_per_second"] for run in runs["dummy"])
+    others = [
+        f"{statistics.median(ratios(runs['dummy'], same)):.2f} of {name}"
+        for name, same in runs.items()
+        if name in ("bare", *EXAMPLES)
+    ]
+    return ", ".join([f"06: {speed:.0f} img/s", *others])
 
 
 def work_of(name, args):
@@ -154,66 +152,58 @@ def work_of(name, args):
         return ["--dummy", args.steps * args.batch_size, "--epochs", 1, "--workers", 0]
     images = len(Images(os.path.join(args.data_dir, "train"), args.image_size))
     epochs = max(1, round(args.steps * args.batch_size / images))
-    workers = 2 if args.workers is None else args.workers
-    return [args.data_dir, "--epochs", epochs, "--workers", workers]
+    return [args.data_dir, "--epochs", epochs, "--workers", WORKERS]
 
 
 def run_one(name, args):
-    """Run one loop in a process of its own. Return its images per second and its peak memory."""
+    """Run one loop in its own process, and return its record."""
     shared = ["--arch", args.arch, "--batch-size", args.batch_size, "--amp", args.amp]
     shared += ["--image-size", args.image_size]
     shared += ["--channels-last"] * args.channels_last + ["--compile"] * args.compile
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log.jsonl")
+
+    def command(folder):
         if name in ("bare", *EXAMPLES):
-            command = [ROOT / "tools/bench/train.py", "--inside", name, *shared]
-            command += ["--steps", args.steps]
-        else:
-            command = [ROOT / "06_imagenet.py", *shared, "--eval-every", 0, "--log-file", log]
-            command += ["--checkpoints-path", Path(folder, "checkpoints")]
-            command += ["--checkpoint-every", args.every if name == "checkpoints" else 10**6]
-            command += work_of(name, args)
-        done = subprocess.run(
-            [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True
-        )
-        if done.returncode != 0:
-            raise UserError(
-                f"the run {name!r} ended with exit code {done.returncode}; its message is above"
-            )
-        last = (log.read_text() if log.exists() else done.stdout).splitlines()[-1]
-    record = json.loads(last)
-    return {key: record[key] for key in ("images_per_second", "peak_memory_mib")}
+            inside = ["--inside", name, "--steps", args.steps]
+            return [ROOT / "tools/bench/train.py", *inside, *shared]
+        saves = EVERY if name == "checkpoints" else 10**6
+        outputs = ["--log-file", folder / "log.jsonl"]
+        outputs += ["--checkpoints-path", folder / "checkpoints", "--checkpoint-every", saves]
+        script = [ROOT / "06_imagenet.py", *shared, "--eval-every", 0]
+        return [*script, *outputs, *work_of(name, args)]
+
+    records, _ = run_alone(f"the run {name!r}", command)
+    measured = {key: records[-1][key] for key in ("images_per_second", "peak_memory_mib")}
+    return {"run": name} | measured
 
 
-def bare_loop(args):
-    """Repeat the step of 06 alone, on one batch that is on the device. Yields after each step."""
+def bare_step(args):
+    """Return the training step of 06 alone: a function of (images, targets)."""
     device = pick_device()
     torch.backends.cudnn.benchmark = True
     model = model_of(args, device)
     if args.compile:
         model.compile()
-    layout = torch.channels_last if args.channels_last else torch.contiguous_format
-    images, targets = (tensor.to(device) for tensor in batch_of(args))
-    images = images.to(memory_format=layout)
     criterion = nn.CrossEntropyLoss()
     settings = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-5}
     fused = device.type != "cpu"  # as in 06
     optimizer = torch.optim.SGD(model.parameters(), fused=fused, **settings)
     autocast = torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none")
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    while True:
+
+    def step(images, targets):
         optimizer.zero_grad()
         with autocast:
             loss = criterion(model(images), targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        yield
+
+    return step
 
 
-def example_loop(args):
-    """Train as PyTorch's ImageNet example does (pytorch/examples, imagenet/main.py), without its
-    loader. Yields after each step.
+def example_step(args):
+    """Return a training step as PyTorch's ImageNet example has it (pytorch/examples,
+    imagenet/main.py): a function of (images, targets), which are in pinned memory.
     """
     device = pick_device()
     args.channels_last = False
@@ -221,11 +211,10 @@ def example_loop(args):
     model = model_of(args, device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
-    batch = batch_of(args)
-    if device.type != "cpu":
-        batch = [tensor.pin_memory() for tensor in batch]
-    while True:
-        images, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
+
+    def step(images, targets):
+        images = images.to(device, non_blocking=True)
+        targets = targets.to(device, non_blocking=True)
         with torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none"):
             outputs = model(images)
             loss = criterion(outputs, targets)
@@ -234,7 +223,8 @@ def example_loop(args):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        yield
+
+    return step
 
 
 def model_of(args, device):
@@ -247,79 +237,46 @@ def model_of(args, device):
 
 
 def batch_of(args):
-    """Return float images (N, 3, size, size) and int64 targets (N,), all random."""
-    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
-    return images, torch.randint(1000, (args.batch_size,))
-
-
-def timed(loop, args):
-    """Return the images per second of --steps steps. The first ones do not count."""
+    """Return random images (N, 3, size, size) and targets (N,): for the bare step on the device,
+    else in pinned memory.
+    """
     device = pick_device()
-    warmup = warmup_steps(args.steps)
-    for _ in range(warmup):
-        next(loop)
-    synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(args.steps - warmup):
-        next(loop)
-    synchronize(device)
-    return (args.steps - warmup) * args.batch_size / (time.perf_counter() - begin)
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
+    targets = torch.randint(1000, (args.batch_size,))
+    if args.inside == "bare":
+        layout = torch.channels_last if args.channels_last else torch.contiguous_format
+        return images.to(device, memory_format=layout), targets.to(device)
+    if device.type == "cpu":
+        return images, targets
+    return images.pin_memory(), targets.pin_memory()
 
 
-def compare_loaders(args, env):
+def compare_loaders(args, known):
     """Print the speed of one loader worker, ours and the classic pipeline's, without training."""
-    ours = Images(os.path.join(args.data_dir, "train"), args.image_size, seed=0)
+    folder = os.path.join(args.data_dir, "train")
+    ours = Images(folder, args.image_size, seed=0)
     steps = max(1, min(len(ours), args.steps * args.batch_size) // args.batch_size)
     images = steps * args.batch_size
+    batches = GlobalBatchSampler(images, args.batch_size, 0, 1)
+    our_loader = build_loader(ours, batches, 1, torch.device("cpu"))
     mean, std = ([level / 255 for level in levels] for levels in (MEAN, STD))
-    crop = [
+    transforms = [
         T.RandomResizedCrop(args.image_size),
         T.RandomHorizontalFlip(),
         T.ToTensor(),
         T.Normalize(mean, std),
     ]
-    folder = torchvision.datasets.ImageFolder(os.path.join(args.data_dir, "train"), T.Compose(crop))
-    batches = GlobalBatchSampler(images, args.batch_size, 0, 1)
-    classic = DataLoader(
-        Subset(folder, range(images)), args.batch_size, num_workers=1, persistent_workers=True
+    photographs = torchvision.datasets.ImageFolder(folder, T.Compose(transforms))
+    classic_loader = DataLoader(
+        Subset(photographs, range(images)), args.batch_size, num_workers=1, persistent_workers=True
     )
-    loaders = {
-        "classic loader": classic,
-        "our loader": build_loader(ours, batches, 1, torch.device("cpu")),
-    }
-    speeds = {name: [] for name in loaders}
-    for repeat in range(args.repeats + 1):
-        for name, loader in loaders.items():
-            begin = time.perf_counter()
-            done = sum(len(batch[1]) for batch in loader)
-            if repeat > 0:  # the first pass starts the worker and fills the cache of files
-                speeds[name].append(done / (time.perf_counter() - begin))
-                speed = speeds[name][-1]
-                write(args, env, run=name, repeat=repeat - 1, images_per_second=speed)
-    ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]
-    classic = statistics.median(speeds["classic loader"])
-    ours = statistics.median(speeds["our loader"])
-    ratio = spread(ratios, ".2f")
+    loaders = {"classic loader": lambda: classic_loader, "our loader": lambda: our_loader}
+    classic, ours = loader_speeds(args, known, loaders, "run").values()
+    faster = spread([b / a for a, b in zip(classic, ours, strict=True)], ".2f")
     print(
-        f"\nloaders alone, one worker: classic {classic:.0f} img/s, ours {ours:.0f}, ratio {ratio}"
+        f"\nloaders alone, one worker: classic {statistics.median(classic):.0f} img/s, "
+        f"ours {statistics.median(ours):.0f}, ratio {faster}"
     )
-
-
-def write(args, env, **measured):
-    """Append one line to --log-file."""
-    names = (
-        "data_dir",
-        "batch_size",
-        "amp",
-        "channels_last",
-        "compile",
-        "image_size",
-        "steps",
-        "every",
-        "workers",
-    )
-    settings = {name: getattr(args, name) for name in names}
-    append(args.log_file, {"model": args.arch} | settings | env | {"bench": "train"} | measured)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from the newest checkpoint that was on all disks or from a newer one, and skips 
     processes     number of processes before the fault and after the recovery
 """
 
-import argparse
 import contextlib
 import os
 import random
@@ -32,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from common.errors import UserError, one_line_errors
-from common.flags import output_file, whole_number
+from common.flags import Parser, output_file, whole_number
 from common.records import environment
 from tools.lab import hosts as hosts_module
-from tools.lab.job import STORE, TIMEOUT, TRAINERS, DrillFailed, Recovery, new_job, within
+from tools.lab.job import STORE, TIMEOUT, TRAINERS, DrillFailed, Recovery, new_job
 from tools.records import append
 
 
@@ -73,15 +72,9 @@ def hang(job):
 def torchrun(job):
     host = job.host_of(1)
     orphans = set(job.workers(host).values())
-    ended = []  # whether they have, in time
-
-    def fault():
-        job.kill_torchrun(host)
-        ended.append(within(10, lambda: not orphans & set(job.hosts.pids(host))))
-
-    recovery = job.recover(fault, TRAINERS)
-    if not all(ended):
-        raise DrillFailed("a process of the killed torchrun was still running after ten seconds")
+    recovery = job.recover(lambda: job.kill_torchrun(host), TRAINERS)
+    if orphans & set(job.hosts.pids(host)):
+        raise DrillFailed("a process of the killed torchrun is still running")
     return recovery
 
 
@@ -148,9 +141,10 @@ def damage(job):
         job.signal_worker(1)
 
     recovery = job.recover(fault, TRAINERS)
-    used = job.transcript.resumed[-1].number
+    used = job.resumed[-1].number
     if used != job.safe:
         raise DrillFailed(f"resumed after step {used}, expected {job.safe}")
+    job.wait_for_step(used + 3 * job.every)  # until another has replaced the damaged one
     return recovery
 
 
@@ -167,42 +161,21 @@ def kills(job, count=20):
             time.sleep(random.uniform(0, 6))
         else:
             recoveries.append(job.recover(lambda rank=rank: job.signal_worker(rank), TRAINERS))
-            job.wait_for_step(job.transcript.position + random.randrange(2 * job.every))
+            job.wait_for_step(job.position + random.randrange(2 * job.every))
     most_lost = max(recovery.steps_lost for recovery in recoveries)
     seconds = statistics.median(recovery.seconds for recovery in recoveries)
-    return Recovery(most_lost, seconds, TRAINERS, job.transcript.world)
+    return Recovery(most_lost, seconds, TRAINERS, job.world)
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
-    add("drills", nargs="*", metavar="DRILL", help="drills to run (default: all)")
+    add("drills", nargs="*", metavar="DRILL", help="drills to run; none: all")
     add("--list", action="store_true", help="list the drills")
-    add(
-        "--every",
-        type=whole_number(1),
-        default=20,
-        metavar="N",
-        help="steps between checkpoints (default: 20)",
-    )
-    add(
-        "--kills",
-        type=whole_number(1),
-        default=20,
-        metavar="N",
-        help="processes to kill in `kills` (default: 20)",
-    )
+    add("--every", type=whole_number(1), default=20, metavar="N", help="steps between checkpoints")
+    add("--kills", type=whole_number(1), default=20, metavar="N", help="processes to kill in kills")
     add("--shared", action="store_true", help="let all hosts share one folder of checkpoints")
-    add(
-        "--log-file",
-        type=output_file,
-        metavar="FILE",
-        help="append one JSON line per drill to FILE",
-    )
+    add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per drill")
     args = parser.parse_args()
     unknown = [name for name in args.drills if name not in DRILLS]
     if unknown:
@@ -245,17 +218,17 @@ def main(args):
                 print(f"{name:10} {'failed':>10}   {error}", flush=True)
                 job = None  # start the next drill on new hosts
                 stack.close()
-            outcome |= {"drill_seconds": time.monotonic() - begin, "load": load}
-            append(args.log_file, settings(name, args) | outcome | env)
-        if job:
-            job.stop()
+            record = {"drill": name, "checkpoint_every": args.every, "shared": args.shared}
+            record |= {"timeout": TIMEOUT, **({"kills": args.kills} if name == "kills" else {})}
+            record |= outcome | {"drill_seconds": time.monotonic() - begin, "load": load}
+            append(args.log_file, record | env)
     return 1 if failures else 0
 
 
 def run_drill(name, job, args):
     """Run a drill and print its outcome. Return it as a dict."""
     job.start_all()
-    job.wait_for_step(job.transcript.position + random.randrange(job.every))
+    job.wait_for_step(job.position + random.randrange(job.every))
     options = {"count": args.kills} if name == "kills" else {}
     recovery = DRILLS[name].run(job, **options)
     processes = f"{recovery.before} -> {recovery.after}"
@@ -264,19 +237,6 @@ def run_drill(name, job, args):
         flush=True,
     )
     return recovery._asdict()
-
-
-def settings(name, args):
-    """Return the fields of a record that say how a drill was run."""
-    fields = {
-        "drill": name,
-        "checkpoint_every": args.every,
-        "shared": args.shared,
-        "timeout": TIMEOUT,
-    }
-    if name == "kills":
-        fields["kills"] = args.kills
-    return fields
 
 
 if __name__ == "__main__":

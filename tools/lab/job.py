@@ -1,26 +1,31 @@
-"""A training of 06 on several hosts, the faults that can be caused in it, and its recovery."""
+"""A training of 06 on several hosts: what it prints, the faults that can be caused in it, and its
+recovery.
+"""
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 from tools.lab.hosts import Hosts
-from tools.lab.transcript import Transcript
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 29400
 TRAINERS = 3  # hosts 0 to 2 train
 STORE = 3  # host 3 runs the store
+TIMEOUT = 15  # seconds until a rank that does not answer counts as lost
+PATIENCE = 180  # seconds to wait for any event, on a machine that may be busy
 # A training step takes a tenth of a second on two cores, and there are more steps than all drills
 # together need.
 TRAINING = (
     "--dummy 1200 --image-size 16 --arch mnist_net --batch-size 24 --epochs 1000 "
-    "--eval-every 0 --print-every 1"
+    f"--eval-every 0 --print-every 1 --timeout {TIMEOUT}"
 )
 # Variables for launch/06_elastic.sh. The timeouts are too short for machines that save large
 # checkpoints.
@@ -33,12 +38,20 @@ SETTINGS = {
     "LAST_CALL": 4,
     "OMP_NUM_THREADS": 1,
 }
-TIMEOUT = 15  # seconds until a rank that does not answer counts as lost
-PATIENCE = 180  # seconds to wait for any event, on a machine that may be busy
+STEP = re.compile(r"   == step: \[ *(\d+)/(\d+)\] \[(\d+)/")
+RESUMED = re.compile(r"resumed from .*, after step (\d+) of")
+STARTED = re.compile(r"06_imagenet\.py \| .* \| world size (\d+)")
 
 
 class DrillFailed(Exception):
     """The training did not do what the drill expects. The message says what it did instead."""
+
+
+class Event(NamedTuple):
+    """A number that the training has printed."""
+
+    time: float  # of time.monotonic()
+    number: int
 
 
 class Recovery(NamedTuple):
@@ -51,40 +64,35 @@ class Recovery(NamedTuple):
 
 
 class Job:
-    """One training of 06 on several hosts.
+    """One training of 06 on several hosts, of which the last runs the store.
 
     Args:
-        hosts: Hosts; the last host runs the store.
-        folder: str or Path, for checkpoints.
+        folder: Path, for checkpoints; every host has its own in it, unless `shared`.
         every: int, training steps between checkpoints.
-        timeout: int, seconds until a rank that does not answer counts as lost.
-        shared: bool, whether all hosts share one folder for checkpoints.
-        flags: more flags for 06; they override the flags of the drills.
-        settings: more variables for launch/06_elastic.sh.
     """
 
-    def __init__(
-        self, hosts, folder, every=20, timeout=TIMEOUT, shared=False, flags=(), **settings
-    ):
+    def __init__(self, hosts, folder, every=20, shared=False):
         self.hosts = hosts
-        self.folder = Path(folder)
+        self.folder = folder
         self.every = every
         self.shared = shared
-        self.flags = [*TRAINING.split(), "--checkpoint-every", every, "--timeout", timeout, *flags]
-        store = f"{hosts.addresses[STORE]}:{PORT}"
-        self.settings = SETTINGS | {"STORE": store, "JOB": "drill"} | settings
-        self.transcript = Transcript()
+        self.flags = [*TRAINING.split(), "--checkpoint-every", every]
+        self.settings = SETTINGS | {"STORE": f"{hosts.addresses[STORE]}:{PORT}", "JOB": "drill"}
         self.running = {}  # host: Popen of launch/06_elastic.sh
-        self.damaged = set()  # damaged checkpoints, as file_version() names them
         self.safe = 0  # step of the newest checkpoint that is on all disks
+        self.lines = []  # of output, of all hosts
+        self.steps = []  # of Event: the number of a training step, counted over all epochs
+        self.resumed = []  # of Event: the step of a checkpoint from which the training resumed
+        self.worlds = []  # of Event: the number of processes of a start or restart
+        self.mistakes = []  # of str: a step was skipped, or too many steps were repeated
 
     # The hosts
 
     def start_store(self):
         """Run launch/store.py on its host."""
-        begin = len(self.transcript.lines)
+        begin = len(self.lines)
         self._popen(STORE, "python", "launch/store.py", "--port", PORT)
-        self.wait_for(lambda: self.transcript.has("until Ctrl-C", STORE, begin), "the store")
+        self.wait_for(lambda: "until Ctrl-C" in "".join(self.lines[begin:]), "the store")
 
     def start(self, *hosts):
         """Start training on these hosts."""
@@ -105,30 +113,64 @@ class Job:
         self.wait_for_world(TRAINERS)
         self.wait_for_checkpoint()
 
-    def stop(self):
-        """Stop the training as a user would: signal each launch/06_elastic.sh.
-
-        Returns:
-            their exit codes.
-        """
-        for process in self.running.values():
-            process.send_signal(signal.SIGTERM)
-        return [process.wait(PATIENCE) for process in self.running.values()]
-
     def _popen(self, host, *command):
         process = self.hosts.popen(
             host, *command, variables=self.settings, stderr=subprocess.STDOUT
         )
-        self.transcript.follow(host, process.stdout)
+        threading.Thread(target=self._read, args=(host, process.stdout), daemon=True).start()
         return process
+
+    # What it prints
+
+    def _read(self, host, pipe):
+        for line in pipe:
+            self.note(line.rstrip("\n"), self.hosts.names[host])
+
+    def note(self, line, host):
+        """Note what a line of output says."""
+        now = time.monotonic()
+        self.lines.append(f"{host}: {line}")
+        if match := STEP.match(line):
+            step, steps_per_epoch, epoch = map(int, match.groups())
+            step += (epoch - 1) * steps_per_epoch
+            if step != self.position + 1:
+                self.mistakes.append(f"step {step} followed step {self.position}")
+            self.steps.append(Event(now, step))
+        elif match := RESUMED.match(line):
+            step = int(match[1])
+            # One step more than printed is correct: another host may save a step that rank 0, being
+            # killed, never printed.
+            if step > self.position + 1:
+                self.mistakes.append(
+                    f"resumed after step {step}, although the last step was {self.position}"
+                )
+            self.resumed.append(Event(now, step))
+        elif match := STARTED.match(line):
+            self.worlds.append(Event(now, int(match[1])))
+        elif line.startswith("store.py: error: "):
+            self.mistakes.append(line)
+
+    @property
+    def position(self):
+        """The last training step, or that of the checkpoint if the training has resumed since."""
+        return max(self.steps[-1:] + self.resumed[-1:], default=Event(0, 0)).number
+
+    @property
+    def world(self):
+        """The number of processes that train."""
+        return self.worlds[-1].number if self.worlds else 0
+
+    def steps_lost(self, restarts):
+        """Return how many training steps are repeated after these Events of `resumed`."""
+        if not restarts:
+            return 0
+        last = max((e.number for e in self.steps if e.time < restarts[0].time), default=0)
+        return max(0, last - min(event.number for event in restarts))
 
     # Faults
 
     def workers(self, host):
-        """Return the processes of 06 on a host, as {rank: pid}.
-
-        It may be empty during a restart.
-        """
+        """Return the processes of 06 on a host, {rank: pid}. It may be empty during a restart."""
         pids = {}
         for pid in self.hosts.pids(host):
             with contextlib.suppress(OSError):
@@ -142,10 +184,7 @@ class Job:
         def found():
             return [host for host in self.running if rank in self.workers(host)]
 
-        hosts = within(PATIENCE, found)
-        if not hosts:
-            raise DrillFailed(f"found no process of rank {rank} for {PATIENCE} s")
-        return hosts[0]
+        return self.wait_for(found, f"a process of rank {rank}")[0]
 
     def signal_worker(self, rank, number=signal.SIGKILL):
         """Send a signal to a rank."""
@@ -166,85 +205,65 @@ class Job:
             self.running.pop(host).wait()
 
     def damage_newest_checkpoint(self):
-        """Flip a bit in the newest checkpoint on each host.
-
-        Returns:
-            int, the step of the checkpoint before it.
-        """
-        newest = max(step_of(path) for path in self.folder.glob("*/step-*.pt"))  # of any host
+        """Flip a bit in the newest checkpoint on each host. Return the step of the one before."""
+        newest = max(map(step_of, self.folder.glob("*/step-*.pt")))  # of any host
         before = max(step for step in self.checkpoints() if step < newest)
         for path in self.folder.glob(f"*/step-{newest:08}.pt"):
-            with path.open("r+b") as file:
-                file.seek(path.stat().st_size // 2)
-                byte = file.read(1)[0]
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte ^ 1]))
-            self.damaged.add(file_version(path))
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
         return before
 
     def checkpoints(self):
-        """Return the steps, in order, whose undamaged checkpoint is on all hosts that train."""
+        """Return the steps, in order, whose checkpoint is on all hosts that train."""
         names = ["checkpoints"]
         if not self.shared:
             names = [self.hosts.names[host] for host in self.running]
-        steps = []
-        for name in names:
-            paths = (self.folder / name).glob("step-*.pt")
-            steps.append(
-                {step_of(path) for path in paths if file_version(path) not in self.damaged}
-            )
+        steps = [set(map(step_of, (self.folder / name).glob("step-*.pt"))) for name in names]
         return sorted(set.intersection(*steps))
 
     # Recovery
 
-    def wait_for(self, condition, what, patience=PATIENCE):
-        """Wait until condition() is true.
+    def wait_for(self, condition, what):
+        """Wait until condition() is true, and return its value.
 
         Raises:
             DrillFailed: timeout (the message holds the last lines of output), or a mistake.
         """
-        transcript = self.transcript
-        with transcript.changed:
-            if not transcript.changed.wait_for(
-                lambda: transcript.mistakes or condition(), patience
-            ):
-                message = f"timeout: waited {patience} s for {what}"
-                transcript.mistakes.append(message)  # the next wait fails at once
-                lines = [f"{message}; last lines:", *transcript.explanation(self.hosts.names)]
-                raise DrillFailed("\n    ".join(lines))
-            self.check()
-
-    def check(self):
-        """Raise DrillFailed if a step was skipped, or too many steps were repeated."""
-        if self.transcript.mistakes:
-            raise DrillFailed("; ".join(self.transcript.mistakes))
+        deadline = time.monotonic() + PATIENCE
+        while not (value := condition()) or self.mistakes:
+            if self.mistakes:
+                raise DrillFailed("; ".join(self.mistakes))
+            if time.monotonic() > deadline:
+                # neither step lines nor parts of a C++ stack explain a failure
+                last = [line for line in self.lines if not re.search(r"== step:|: frame #", line)]
+                message = f"timeout: waited {PATIENCE} s for {what}; last lines:"
+                raise DrillFailed("\n    ".join([message, *last[-30:]]))
+            time.sleep(0.02)
+        return value
 
     def wait_for_step(self, step):
         """Wait until the training has reached a step."""
-        steps = self.transcript.steps
-        self.wait_for(lambda: steps and steps[-1].number >= step, f"step {step}")
+        self.wait_for(lambda: self.steps and self.steps[-1].number >= step, f"step {step}")
 
     def wait_for_world(self, world):
         """Wait until this number of processes has completed a training step."""
-        seen = self.transcript
 
         def trains():
-            return seen.world == world and seen.steps and seen.steps[-1] > seen.worlds[-1]
+            return self.world == world and self.steps and self.steps[-1] > self.worlds[-1]
 
         self.wait_for(trains, f"a training step with {world} processes")
 
     def wait_for_checkpoint(self):
         """Wait until all hosts have a new checkpoint."""
-        begin = self.transcript.position
-        if not within(PATIENCE, lambda: self.checkpoints()[-1:] > [begin]):
-            raise DrillFailed(f"no checkpoint newer than step {begin} after {PATIENCE} s")
+        begin = self.position
+        self.wait_for(lambda: self.checkpoints()[-1:] > [begin], f"a checkpoint after step {begin}")
 
-    def recover(self, fault, world=None, resumes=True):
+    def recover(self, fault, world, resumes=True):
         """Cause a fault, and wait until the training continues.
 
         Args:
-            fault: function, called once.
-            world: int, the world size to expect after the fault; None: any.
+            world: int, the number of processes to expect after the fault.
             resumes: bool, whether to expect that the processes restart; otherwise they only wait.
 
         Returns:
@@ -254,77 +273,38 @@ class Job:
             DrillFailed: the training does not continue, skips steps, or resumes from an old
                 checkpoint.
         """
-        seen = self.transcript
         self.safe = max(self.checkpoints(), default=0)
-        before = seen.world
-        resumed_before = len(seen.resumed)
+        before = self.world
+        resumed_before = len(self.resumed)
         begin = time.monotonic()
         fault()
         if not resumes:
             begin = time.monotonic()
 
         def has_recovered():
-            if world is not None and seen.world != world:
-                return False
-            if not resumes:
-                return seen.steps[-1].time > begin
-            has_resumed = len(seen.resumed) > resumed_before
-            return has_resumed and seen.steps[-1].time > seen.resumed[-1].time
+            since = self.resumed[resumed_before:][-1:] if resumes else [Event(begin, 0)]
+            return self.world == world and since and self.steps[-1].time > since[0].time
 
-        what = "the training to continue"
-        self.wait_for(has_recovered, f"{what} with {world} processes" if world else what)
-        with seen.changed:
-            restarts = seen.resumed[resumed_before:]
-            oldest = min((event.number for event in restarts), default=self.safe)
-            if oldest < self.safe:
-                seen.mistakes.append(
-                    f"resumed after step {oldest}, "
-                    f"although all hosts had a checkpoint of {self.safe}"
-                )
-            self.check()
-            since = restarts[0].time if restarts else begin
-            first = next(event.time for event in seen.steps if event.time > since)
-            return Recovery(steps_lost(seen.steps, restarts), first - begin, before, seen.world)
-
-
-def steps_lost(steps, restarts):
-    """Return how many training steps are repeated after some restarts.
-
-    Args:
-        steps: list of Event.
-        restarts: list of Event: the steps of the checkpoints that were used.
-    """
-    if not restarts:
-        return 0
-    last = max((event.number for event in steps if event.time < restarts[0].time), default=0)
-    return max(0, last - min(event.number for event in restarts))
+        self.wait_for(has_recovered, f"the training to continue with {world} processes")
+        restarts = self.resumed[resumed_before:]
+        oldest = min((event.number for event in restarts), default=self.safe)
+        if oldest < self.safe:
+            raise DrillFailed(
+                f"resumed after step {oldest}, although all hosts had a checkpoint of {self.safe}"
+            )
+        since = restarts[0].time if restarts else begin
+        first = next(event.time for event in self.steps if event.time > since)
+        return Recovery(self.steps_lost(restarts), first - begin, before, self.world)
 
 
 def step_of(path):
     return int(path.stem[len("step-") :])
 
 
-def file_version(path):
-    """Return the path of a checkpoint and its time.
-
-    A later file of the same name, from a repeated step, is another version.
-    """
-    with contextlib.suppress(FileNotFoundError):  # 06 has deleted an old checkpoint
-        return path, path.stat().st_mtime_ns
-
-
-def within(seconds, condition):
-    """Poll until condition() is true or the time is over; return its last value."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return value
-
-
 @contextlib.contextmanager
 def new_job(**options):
     """Yield a Job on new hosts, with a store. The training has not started."""
     with tempfile.TemporaryDirectory() as folder, Hosts(TRAINERS + 1) as hosts:
-        job = Job(hosts, folder, **options)
+        job = Job(hosts, Path(folder), **options)
         job.start_store()
         yield job

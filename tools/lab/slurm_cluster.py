@@ -16,7 +16,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -27,28 +26,10 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = [
-    "slurmctld",
-    "slurmd",
-    "munged",
-    "sbatch",
-    "srun",
-    "scancel",
-    "scontrol",
-    "sinfo",
-    "squeue",
-    "unshare",
-]
-ENDED = [
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "TIMEOUT",
-]
+COMMANDS = ["slurmctld", "slurmd", "munged", "unshare"]
+COMMANDS += ["sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue"]
+ENDED = ["COMPLETED", "CANCELLED", "TIMEOUT", "DEADLINE"]
+ENDED += ["FAILED", "BOOT_FAIL", "NODE_FAIL", "OUT_OF_MEMORY"]
 
 CONFIG = """\
 ClusterName=tests
@@ -92,9 +73,8 @@ PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 NODE = (
-    "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs={cpus} "
-    "RealMemory=64000 Gres=gpu:4 "
-    "State=UNKNOWN\n"
+    "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs=4 RealMemory=64000 "
+    "Gres=gpu:4 State=UNKNOWN\n"
 )
 
 # A cgroup would kill the processes that a task or a batch script leaves behind. Without cgroups,
@@ -162,15 +142,14 @@ class SlurmCluster:
     subclass may have another `config`, the text of slurm.conf, or `cgroup`, that of cgroup.conf.
     """
 
+    nodes = ("n01", "n02", "n03", "gpu-a01")
     config = CONFIG
     # Slurm detects the cgroup version even if it uses no cgroups, and exits if it cannot. So
     # set it.
     cgroup = "CgroupPlugin=cgroup/v1\n"
 
-    def __init__(self, folder, nodes=("n01", "n02", "n03", "gpu-a01"), cpus=4):
+    def __init__(self, folder):
         self.folder = Path(folder).resolve()
-        self.nodes = tuple(nodes)
-        self.cpus = cpus
         self.conf = str(self.folder / "slurm.conf")
         self.daemons = {}  # name: Popen
         # UTS namespaces of the nodes, to find the processes that run on them
@@ -206,7 +185,7 @@ class SlurmCluster:
         )
         hosts = Path("/etc/hosts").read_text().rstrip("\n") + "\n"
         for i, name in enumerate(self.nodes, start=1):
-            config += NODE.format(name=name, address=f"127.0.1.{i}", port=port + i, cpus=self.cpus)
+            config += NODE.format(name=name, address=f"127.0.1.{i}", port=port + i)
             hosts += f"127.0.1.{i} {name}\n"
         Path(self.conf).write_text(config)
         (self.folder / "hosts").write_text(hosts)
@@ -225,23 +204,17 @@ class SlurmCluster:
 
     def _start(self):
         deadline = time.monotonic() + 30
-        files = {
-            "key-file": "key",
-            "socket": "socket",
-            "pid-file": "pid",
-            "log-file": "log",
-            "seed-file": "seed",
-        }
-        options = [f"--{option}={self.folder}/munge.{suffix}" for option, suffix in files.items()]
-        self._start_daemon(
-            "munged", "munged", "--foreground", "--force", *options
-        )  # --force: accept any mode of the folder
+        kinds = ("key", "pid", "log", "seed")
+        options = [f"--{kind}-file={self.folder}/munge.{kind}" for kind in kinds]
+        options += [f"--socket={self.folder}/munge.socket"]
+        options += ["--foreground", "--force"]  # accept any mode of the folder
+        self._start_daemon("munged", "munged", *options)
         self._wait_until(lambda: (self.folder / "munge.socket").is_socket(), deadline)
         self._start_daemon("slurmctld", "slurmctld", "-D", "-c")
         for name in self.nodes:
             node = ["sh", "-c", BECOME_NODE, "sh", name, str(self.folder / "hosts")]
             self._start_daemon(name, "unshare", "--uts", "--mount", *node)
-        self._wait_until(lambda: self._states() == ["idle"] * len(self.nodes), deadline)
+        self._wait_until(self._is_idle, deadline)
         self.namespaces = {
             os.readlink(f"/proc/{self.daemons[name].pid}/ns/uts") for name in self.nodes
         }
@@ -251,40 +224,27 @@ class SlurmCluster:
         does not reach.
         """
         with open(self.folder / "logs" / name, "w") as log:
-            options = {
-                "cwd": self.folder,
-                "env": self.env,
-                "start_new_session": True,
-                "stdin": subprocess.DEVNULL,
-            }
-            self.daemons[name] = subprocess.Popen(command, stdout=log, stderr=log, **options)
+            options = {"cwd": self.folder, "env": self.env, "start_new_session": True}
+            options |= {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self.daemons[name] = subprocess.Popen(command, **options)
 
-    def _states(self):
+    def _is_idle(self):
+        """Return whether all nodes wait for jobs."""
+        command = ["sinfo", "--noheader", "--Node", "--partition=main", "--format=%T"]
         # sinfo waits if slurmctld does not answer
         with contextlib.suppress(subprocess.TimeoutExpired):
-            shown = self.run(
-                "sinfo", "--noheader", "--Node", "--partition=main", "--format=%T", timeout=5
-            )
-            return shown.stdout.split()
-        return []
+            return self.run(*command, timeout=5).stdout.split() == ["idle"] * len(self.nodes)
+        return False
 
     def _wait_until(self, condition, deadline):
         def ended():
             return [name for name, daemon in self.daemons.items() if daemon.poll() is not None]
 
         if not wait_until(lambda: ended() or condition(), deadline - time.monotonic()) or ended():
-            reason = (
-                f"{', '.join(ended())} ended" if ended() else "not all nodes were idle after 30 s"
-            )
-            raise RuntimeError(f"the Slurm cluster did not start: {reason}\n{self.logs()}")
-
-    def logs(self, lines=15):
-        """Return the last lines of each daemon's log, for an error message."""
-        tails = [
-            (log.name, log.read_text().splitlines()[-lines:])
-            for log in sorted(self.folder.glob("logs/*"))
-        ]
-        return "\n".join("\n".join([f"--- {name}", *tail]) for name, tail in tails)
+            lines = [f"the Slurm cluster did not start; ended: {', '.join(ended()) or 'nothing'}"]
+            for log in sorted(self.folder.glob("logs/*")):
+                lines += [f"--- {log.name}", *log.read_text().splitlines()[-15:]]
+            raise RuntimeError("\n".join(lines))
 
     def _stop(self):
         if self.namespaces:  # the cluster has started
@@ -307,40 +267,30 @@ class SlurmCluster:
 
         slurmstepd ignores SIGTERM and overwrites its environment, so it is found by its namespace.
         """
-        remaining = [
-            pid
-            for pid, namespace, env in self._processes()
-            if namespace in self.namespaces or self._is_ours(env)
-        ]
-        for pid in remaining:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        remaining = [process for process, _ in self._processes()]
+        for process in remaining:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         return not remaining
 
     # Processes of the cluster
 
-    def _is_ours(self, env):
-        return env.get("SLURM_CONF") == self.conf
-
-    @staticmethod
-    def _processes():
-        """Yield (pid, UTS namespace, environment) of each running process on this machine."""
+    def _processes(self):
+        """Yield (psutil.Process, environment) of each running process of the cluster."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                yield process.pid, os.readlink(f"/proc/{process.pid}/ns/uts"), process.environ()
+                namespace = os.readlink(f"/proc/{process.pid}/ns/uts")
+                env = process.environ()
+                if namespace in self.namespaces or env.get("SLURM_CONF") == self.conf:
+                    yield process, env
 
     def processes(self):
         """Return the pids of the running processes of jobs."""
-        return [
-            pid for pid, _, env in self._processes() if self._is_ours(env) and "SLURM_JOB_ID" in env
-        ]
+        return [process.pid for process, env in self._processes() if "SLURM_JOB_ID" in env]
 
     def tasks(self):
-        """Return the running processes that srun has started, and their children, as
-        psutil.Process.
-        """
-        processes = [(pid, env) for pid, _, env in self._processes() if self._is_ours(env)]
-        return [psutil.Process(pid) for pid, env in processes if "SLURM_STEP_ID" in env]
+        """Return the running processes that srun has started, and their children."""
+        return [process for process, env in self._processes() if "SLURM_STEP_ID" in env]
 
     # Commands
 

@@ -48,15 +48,21 @@ def parse_args():
     add("--least", type=whole_number(0), default=15, metavar="N", help="of these in every file")
     add("--seed", type=whole_number(0), default=1, metavar="N", help="for the random choice")
     add("--minutes", type=number(above=0), default=60, metavar="X", help="stop after this time")
-    add("--jobs", type=whole_number(1), default=2, metavar="N", help="faults at the same time")
-    add("--seconds", type=number(above=0), default=240, metavar="X", help="of tests per fault")
-    add("--output", metavar="FILE", help="append a JSON line per fault to FILE")
+    add_limits(parser)
     add(
         "--again",
         action="store_true",
         help="try only what has survived in --output, after a change",
     )
     return parser.parse_args()
+
+
+def add_limits(parser):
+    """Add the flags that listed.py takes too."""
+    add = parser.add_argument
+    add("--jobs", type=whole_number(1), default=2, metavar="N", help="faults at the same time")
+    add("--seconds", type=number(above=0), default=240, metavar="X", help="of tests per fault")
+    add("--output", metavar="FILE", help="append a JSON line per fault to FILE")
 
 
 def find_files(given):
