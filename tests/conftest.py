@@ -21,6 +21,7 @@ from ranks import Ranks
 
 from common import distributed
 from common.distributed import free_port
+from imagenet import signals
 from tools.lab import hosts as hosts_module
 from tools.lab import slurm_cluster as slurm_cluster_module
 
@@ -31,7 +32,8 @@ def run(monkeypatch, capfd):
     torch.
 
     03, 05 and 07 find in the environment that they are alone. Returns a function (script,
-    *flags) -> namespace of code, out and err.
+    *flags) -> namespace of code, out and err. 06 has no handlers
+    of signals here.
     """
     torchrun = {
         "RANK": 0,
@@ -68,8 +70,23 @@ def run(monkeypatch, capfd):
         return SimpleNamespace(code=code, out=without_gloo(out), err=err)
 
     threads = torch.get_num_threads()
+    monkeypatch.setattr(signals, "install", lambda: None)
+    monkeypatch.setattr(signals, "ignore", lambda: None)
+    monkeypatch.setattr(signals, "stop", signals.StopRequest())
     yield run
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run_06(run, tmp_path):
+    """A function (*flags) -> how 06 trained one epoch of one step, in this process."""
+
+    def run_06(*flags):
+        given = ["--dummy", 4, "--batch-size", 4, "--image-size", 16, "--arch", "mnist_net"]
+        given += ["--epochs", 1, "--eval-every", 0, "--checkpoints-path", tmp_path / "checkpoints"]
+        return run("06_imagenet.py", *given, *flags)
+
+    return run_06
 
 
 @pytest.fixture(scope="session")

@@ -146,6 +146,12 @@ def test_links_lead_to_a_file_or_a_heading():
     assert not broken
 
 
+def test_pages_name_tests_that_exist():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    assert not [name for name in re.findall(r"`(test_\w+)`", page) if f"def {name}(" not in tests]
+
+
 def test_the_page_on_launching_explains_every_flag_of_torchrun():
     text = (ROOT / "docs/launching.md").read_text()
     missing = []

@@ -5,7 +5,6 @@ pretend, is in helpers/accelerator/pretend.py.
 """
 
 import functools
-import json
 import math
 import os
 import re
@@ -25,7 +24,6 @@ from rungs import QUICK
 from test_template import copy_template
 
 from common import models
-from imagenet.signals import EXIT_REQUEUE
 
 pytestmark = pytest.mark.slow
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
@@ -216,26 +214,6 @@ def test_06_resumes_on_other_ranks_in_another_memory_format(train, train_on, one
     assert outputs[0] == outputs[1]
 
 
-def test_06_evaluates_the_weights_that_it_saved(train_on, one_each, tmp_path):
-    flags = [one_each, "--batch-size", 20, "--amp", "bf16"]
-    ranks = train_on("run", 2, *flags, "--epochs", 1)
-    assert ranks.wait() == [0, 0], ranks.output()
-    trained = learned(ranks.output())[-1]
-    ranks = train_on("run", 1, *flags, "--evaluate", "--resume")
-    assert ranks.wait() == [0], ranks.output()
-    assert trained in ranks.output()
-
-
-def test_06_saves_and_exits_after_a_signal(train_on, one_each, tmp_path):
-    flags = [one_each, "--batch-size", 8, "--eval-every", 0, "--epochs", 1000]
-    ranks = train_on("run", 2, *flags)
-    ranks.wait_for(r"== step: \[ *3/")
-    for rank in (0, 1):
-        ranks.signal(rank, "SIGTERM")
-    assert ranks.wait() == [EXIT_REQUEUE, EXIT_REQUEUE], ranks.output()
-    assert f"after step {final(tmp_path / 'run')['step']}: saved" in ranks.output()
-
-
 @pytest.mark.parametrize("flags", [[], ["--ema", 0.9, "--clip-grad", 1], ["--amp", "fp16"]])
 def test_a_step_of_06_does_not_wait_for_the_device(flags, accelerator, tmp_path):
     waits = []
@@ -306,27 +284,3 @@ def test_preflight_checks_the_devices(accelerator):
     output = output_of(command, accelerator.environment(2))
     assert "preflight: 0 of 15 checks failed, 0 with a warning" in output
     assert "pretend:1 (pretend accelerator)" in output
-
-
-SMALL_PLAN = """
-from tools import gpu
-gpu.torch.cuda.is_available = lambda: True
-small = "--arch small_net --image-size 32 --workers 0 --eval-every 0"
-gpu.EXACT = small + " --batch-size 64 --deterministic --ema 0.9"
-gpu.DUMMY = f"06_imagenet.py --dummy 1280 {small} --batch-size 64 --print-every 5"
-gpu.main(gpu.parse_args())
-"""
-
-
-def test_make_gpu_runs_its_plan(accelerator, tmp_path):
-    """Its parts that need no CUDA, with a smaller model."""
-    parts = ["preflight", "fp16", "resume"]
-    command = [sys.executable, "-c", SMALL_PLAN, *parts, "--out", tmp_path / "carried"]
-    output_of(command, accelerator.environment(1))
-    (path,) = (tmp_path / "carried/gpu").glob("*.jsonl")
-    assert "pretend-accelerator" in path.name
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sorted(record["part"] for record in records) == sorted(parts)
-    assert all(record["passed"] for record in records)
-    said = "\n".join(line for end in records[-1]["ended"] for line in end["output"])
-    assert "killed after it wrote" in said and "resumed from" in said and "the same bits" in said

@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from common import errors
+from common.distributed import cleaned_up
 from common.errors import UserError, lost_peer, one_line_errors
 
 
@@ -43,6 +44,21 @@ def test_a_rank_shows_the_mistake_of_a_user_in_one_line(a_rank_of_two, capsys):
     with pytest.raises(Ended, match="2"):
         fail(UserError("--lr 0: expected more"))
     assert capsys.readouterr().err == "train.py: error: --lr 0: expected more\n"
+
+
+def test_a_rank_in_cleaned_up_does_not_wait_for_the_others(a_rank_of_two, monkeypatch, capsys):
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)  # which might hang
+    monkeypatch.setattr("gc.collect", lambda: None)  # which takes a second here
+    for error, code in ((OSError("disk full"), 1), (SystemExit("disk full"), 1)):
+        with pytest.raises(Ended) as end, cleaned_up():
+            raise error
+        assert end.value.args == (code,)
+        assert capsys.readouterr().err.endswith(f"{type(error).__name__}: disk full\n")
+    for error, code in ((SystemExit(75), 75), (SystemExit(), 0)):
+        with pytest.raises(Ended) as end, cleaned_up():
+            raise error
+        assert end.value.args == (code,)
+        assert capsys.readouterr().err == ""
 
 
 def test_one_process_keeps_the_traceback_of_an_unknown_error(capsys):

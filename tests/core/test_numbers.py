@@ -26,11 +26,9 @@ from imagenet_runs import parse_06, script
 from images import write_images
 from PIL import Image
 from ranks import Ranks
-from rungs import IN_PROCESS, QUICK, flags
 from torch.nn.functional import cross_entropy
 
 from common import report
-from common.distributed import Distributed
 from common.memory import MemoryImages
 from common.models import MnistNet, SmallNet
 from imagenet import clocks, datasets, progress
@@ -39,11 +37,6 @@ from imagenet.sampler import GlobalBatchSampler
 
 MIB = 2**20
 EVALUATION = 50  # seconds of reading a batch of test images
-
-
-def alone():
-    """The Distributed of the only process."""
-    return Distributed(0, 1, 0, 1, torch.device("cpu"), "gloo", "python")
 
 
 class Clock:
@@ -89,6 +82,8 @@ def read_pictures(folder):
 
 def prepare_rank_of_03(folder, rank):
     """Let the clock tell known times, bind rank 0 to one core, and note its highest memory."""
+    os.environ["TZ"] = "Asia/Tokyo"
+    time.tzset()
     clock = Clock()
     report.time = clock
     # As where torchrun starts a rank:
@@ -116,18 +111,31 @@ def prepare_rank_of_03(folder, rank):
 
 @pytest.fixture(scope="module")
 def of_03(tmp_path_factory):
-    """A training of two ranks for two epochs of eleven steps: folder, console and records."""
-    folder = tmp_path_factory.mktemp("of-03")
+    """A training of two ranks for two epochs of eleven steps: its folder, flags, console, records,
+    and when it began and ended.
+    """
+    folder = tmp_path_factory.mktemp("of 03")
     for split, images in (("train", TRAIN_IMAGES), ("test", TEST_IMAGES)):
         write_images(folder, split, (12, 12), ["a", "b", "c"], images // 3)
     flags = ["--dataset", "folder", "--data-dir", folder, "--no-augment", "--arch", "mnist_net"]
     flags += ["--epochs", 2, "--batch-size", 3, "--lr", 0.8, "--warmup-epochs", 0.5, "--seed", 3]
     flags += ["--print-every", 4, "--log-file", folder / "log.jsonl"]
-    prepare = functools.partial(prepare_rank_of_03, folder)
-    ranks = Ranks(folder, 2, flags, script="03_mnmc_ddp_launch.py", prepare=prepare)
+    options = {"prepare": functools.partial(prepare_rank_of_03, folder)}
+    options |= {"script": "03_mnmc_ddp_launch.py", "env": {"OMP_NUM_THREADS": 3}}
+    before = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+    ranks = Ranks(folder, 2, flags, **options)
     assert ranks.wait() == [0, 0], ranks.output()
+    after = datetime.datetime.now(datetime.timezone.utc)
+    assert ranks.output(1) == "", "rank 0 alone prints and records"
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return SimpleNamespace(folder=folder, out=ranks.output(), records=records)
+    assert len(records) == 2
+    return SimpleNamespace(
+        folder=folder,
+        flags=[str(flag) for flag in flags],
+        out=ranks.output(),
+        records=records,
+        times=(before, after),
+    )
 
 
 def train_as_03_does(folder):
@@ -228,7 +236,7 @@ def test_peak_memory_is_the_most_that_the_process_held(of_03):
     assert printed == pytest.approx(most / 2**30, rel=0.03)
 
 
-def test_the_header_and_the_record_name_every_size(of_03):
+def test_the_header_and_the_record_name_every_size_and_how_the_run_was_made(of_03):
     record = of_03.records[0]
     expected = {
         "world_size": 2,
@@ -236,7 +244,8 @@ def test_the_header_and_the_record_name_every_size(of_03):
         "batch_size": 3,
         "global_batch": 6,
         "cores": 1,
-        "cpu_threads": 1,
+        "cpu_threads": 3,
+        "python": sys.version.split()[0],
         "seed": 3,
         "limit": None,
         "warmup_epochs": 0.5,
@@ -254,84 +263,17 @@ def test_the_header_and_the_record_name_every_size(of_03):
     }
     assert expected.items() <= record.items()
     assert record["lr"] == pytest.approx(0.8 * 6 / 256)
-    start = "torchrun --nnodes=1 --nproc-per-node=2 03_mnmc_ddp_launch.py --dataset folder"
-    assert record["command"].startswith(start)
+    start = ["torchrun", "--nnodes=1", "--nproc-per-node=2", "03_mnmc_ddp_launch.py"]
+    assert shlex.split(record["command"]) == start + of_03.flags
+    for name in ("torch", "torchvision"):
+        assert record[name].partition("+")[0] == importlib.metadata.version(name).partition("+")[0]
+    before, after = of_03.times
+    assert before <= datetime.datetime.fromisoformat(record["started"]) <= after
     weights = (27 * 32 + 32) + (9 * 32 * 64 + 64) + (64 * 4 * 4 * 128 + 128) + (128 * 3 + 3)
     images = "63 train and 15 test images of 3x12x12, in memory, 3 classes"
     assert f"{images} | mnist_net, {weights / 1e6:.1f} M weights" in of_03.out
-    assert "world size 2 (2 on this machine)" in of_03.out and "1 CPU thread each" in of_03.out
+    assert "world size 2 (2 on this machine)" in of_03.out and "3 CPU threads each" in of_03.out
     assert "global batch = 3 x 2 = 6 | lr 0.8 -> 0.01875 | seed 3, 0.5 epochs of wa" in of_03.out
-
-
-@pytest.mark.parametrize("script", IN_PROCESS)
-def test_a_record_tells_how_and_when_it_was_made(run, small_folder, tmp_path, monkeypatch, script):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    torch.set_num_threads(3)
-    log = tmp_path / "a log"
-    given = ["--epochs", "1", "--seed", "4", "--limit", "10", "--log-file", str(log)]
-    with monkeypatch.context() as patch:
-        patch.setenv("TZ", "Asia/Tokyo")
-        time.tzset()
-        before = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
-        end = run(script, *QUICK, small_folder, *given)
-        after = datetime.datetime.now(datetime.timezone.utc)
-    time.tzset()
-    assert end.code == 0, end.err
-    record = json.loads(log.read_text())
-    expected = {
-        "script": script,
-        "launcher": {"03": "torchrun", "05": "srun"}.get(script[:2], "python"),
-        "backend": {"03": "gloo", "05": "gloo"}.get(script[:2], "none"),
-        "world_size": 1,
-        "local_world_size": 1,
-        "batch_size": 8,
-        "global_batch": 8,
-        "limit": 10,
-        "seed": 4,
-        "augment": True,
-        "warmup_epochs": 0,
-        "lr": 0.01 * 8 / 256,
-        "cpu_threads": 3,
-        "cores": len(psutil.Process().cpu_affinity()),
-        "python": sys.version.split()[0],
-        "repeat": 0,
-        "data_dir": str(small_folder),
-        "epoch": 1,
-    }
-    assert {name: record[name] for name in expected} == expected
-    for name in ("torch", "torchvision"):
-        assert record[name].partition("+")[0] == importlib.metadata.version(name).partition("+")[0]
-    words = shlex.split(record["command"])
-    assert words[-8:] == given and words[-8 - len(QUICK) - 2] == script
-    assert before <= datetime.datetime.fromisoformat(record["started"]) <= after
-    assert "10 train and 24 test images" in end.out and "3 CPU threads" in end.out
-    assert 100 < record["peak_memory_mib"] < psutil.virtual_memory().total / MIB
-
-
-@pytest.mark.parametrize("header", ["Report", "Progress"])
-def test_the_header_counts_the_weights_as_torchvision_does(header, capsys):
-    weights = torchvision.models.ResNet18_Weights.DEFAULT.meta["num_params"]
-    with torch.device("meta"):
-        model = torchvision.models.resnet18()
-    images = datasets.DummyImages(12, 16)
-    if header == "Report":
-        images.in_memory = True
-        of_run = report.Report(flags(), torch.device("cpu"))
-        of_run.header(model, images, images, 0.01)
-    else:
-        batches = GlobalBatchSampler(12, 4, 0, 1)
-        of_run = progress.Progress(parse_06("--dummy", 12), alone(), batches, model)
-        of_run.header(model, images, images)
-    assert f"resnet18, {weights / 1e6:.1f} M weights" in capsys.readouterr().out
-
-
-def test_the_memory_of_a_gpu_is_told_in_gib(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1536 * MIB)
-    of_run = report.Report(flags(), torch.device("cpu"))
-    of_run.device = torch.device("cuda")
-    of_run.test_acc = 50.0
-    of_run.summary()
-    assert capsys.readouterr().out.endswith(" GiB, on the GPU 1.50 GiB\n")
 
 
 # 06
@@ -354,9 +296,15 @@ FLAGS_06 += ["--label-smoothing", SMOOTHING, "--weight-decay", 0.01, "--momentum
 FLAGS_06 += ["--clip-grad", 1, "--timeout", 60]
 
 
-def prepare_rank_of_06(rank):
-    """Let the clock tell known times. In float32, rounding errors would double in each step."""
+def prepare_rank_of_06(scaled, rank):
+    """Let the clock tell known times. In float32, rounding errors would double in each step.
+
+    --amp fp16 scales gradients on a GPU. Here they are scaled in float64, to the same result.
+    """
     torch.set_default_dtype(torch.float64)
+    if scaled:
+        original = torch.amp.GradScaler
+        torch.amp.GradScaler = lambda device, enabled: original(device, enabled=True)
     clock = Clock()
     report.time = progress.time = clocks.time = clock
 
@@ -404,7 +352,8 @@ class Training06:
         flags = [self.folder, *FLAGS_06, "--accumulate", self.pieces, "--print-every", 4, *flags]
         flags += ["--checkpoints-path", self.folder / "checkpoints"]
         flags += ["--log-file", self.folder / "log"]
-        ranks = Ranks(self.folder, self.world_size, flags, prepare=prepare_rank_of_06)
+        prepare = functools.partial(prepare_rank_of_06, self.world_size == 1)
+        ranks = Ranks(self.folder, self.world_size, flags, prepare=prepare)
         assert ranks.wait() == [0] * self.world_size, ranks.output()
         self.out = ranks.output()
         self.records = [json.loads(line) for line in (self.folder / "log").read_text().splitlines()]
@@ -413,7 +362,7 @@ class Training06:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def of_06(tmp_path_factory, request):
-    """A training on one rank, and one on two."""
+    """A training on one rank, with scaled gradients, and one on two."""
     folder = tmp_path_factory.mktemp("of-06")
     write_images(folder, "train", (40, 50), CLASSES, 8)
     write_images(folder, "val", (40, 50), CLASSES, 2)
@@ -652,6 +601,7 @@ def test_the_record_of_06_tells_the_whole_epoch(of_06, expected_06):
     assert 0 < top1 < top5 < 100
 
 
+@pytest.mark.parametrize("of_06", [2], indirect=True)
 def test_the_header_of_06_and_its_record_name_every_size(of_06):
     weights = 9 * (3 * 16 + 16 * 32 + 32 * 64 + 64 * 128 + 128 * 128)
     weights += 2 * (16 + 32 + 64 + 128 + 128) + 129 * 20
@@ -683,10 +633,13 @@ def test_the_header_of_06_and_its_record_name_every_size(of_06):
     assert 100 < of_06.records[0]["peak_memory_mib"] < psutil.virtual_memory().total / MIB
 
 
-@pytest.mark.parametrize("step", [11, 18, 22])
-def test_a_checkpoint_holds_the_state_of_a_plain_loop(of_06, expected_06, step):
+def test_a_checkpoint_holds_the_state_of_a_plain_loop(of_06, expected_06):
     """After the first epoch, after seven steps of the second, and at the end."""
-    counts, states = expected_06
+    for step in (11, 18, 22):
+        check_checkpoint(of_06, *expected_06, step)
+
+
+def check_checkpoint(of_06, counts, states, step):
     state = decode(read_file(of_06.folder / f"checkpoints/step-{step:08}.pt"))
     expected = states[step]
     epoch = counts[STEPS * ((step - 1) // STEPS) : step]
@@ -700,10 +653,10 @@ def test_a_checkpoint_holds_the_state_of_a_plain_loop(of_06, expected_06, step):
         "accumulate": of_06.pieces,
         "micro_batch": 4,
         "best": best,
-        "scaler": {},
         "totals": pytest.approx(totals_of(epoch)),
     }
     assert {name: state[name] for name in numbers} | {"totals": state["totals"].tolist()} == numbers
+    assert bool(state["scaler"]) == (of_06.world_size == 1)
     for part in ("model", "ema"):
         assert state[part].keys() == expected[part].keys()
         for name, value in expected[part].items():
@@ -718,6 +671,7 @@ def test_a_checkpoint_holds_the_state_of_a_plain_loop(of_06, expected_06, step):
     assert given.items() <= state["flags"].items()
 
 
+@pytest.mark.parametrize("of_06", [2], indirect=True)
 def test_evaluate_prints_the_accuracy_of_pillow_and_a_plain_loop(of_06, tmp_path):
     """Of best.pt, the newest checkpoint and a state_dict. Two ranks do not divide 41 images."""
     checkpoints = of_06.folder / "checkpoints"
@@ -743,6 +697,7 @@ def test_evaluate_prints_the_accuracy_of_pillow_and_a_plain_loop(of_06, tmp_path
         assert printed[1:] == (f"{top1:.3f}", f"{top5:.3f}")
 
 
+@pytest.mark.parametrize("of_06", [2], indirect=True)
 def test_a_resumed_run_tells_the_whole_epoch_but_its_own_speed(of_06, expected_06, tmp_path):
     """After step 18: four steps of the second epoch are left. The first has a line of its own."""
     counts, states = expected_06
@@ -778,27 +733,30 @@ def test_a_resumed_run_tells_the_whole_epoch_but_its_own_speed(of_06, expected_0
     assert saved["totals"].tolist() == pytest.approx(totals_of(counts[11:]))
 
 
-@pytest.mark.parametrize("classes", [3, 5, 40])
-def test_top_1_and_top_5_are_places_in_a_sorted_list(classes):
+def test_top_1_and_top_5_are_places_in_a_sorted_list():
     torch.manual_seed(1)
-    outputs = torch.randn(200, classes)
-    targets = torch.randint(classes, (200,))
-    top1, top5 = count_right(outputs, targets)
     loss = torch.tensor(1.5)
-    assert script.batch_totals(loss, outputs, targets).tolist() == [1.5, top1, top5, 200]
-    assert 0 < top1 < top5 <= 200
-    targets[:50] = datasets.IGNORED  # damaged images
-    top1, top5 = count_right(outputs[50:], targets[50:])
-    assert script.batch_totals(loss, outputs, targets).tolist() == [1.5, top1, top5, 150]
+    for classes in (3, 40):
+        outputs = torch.randn(200, classes)
+        targets = torch.randint(classes, (200,))
+        top1, top5 = count_right(outputs, targets)
+        assert script.batch_totals(loss, outputs, targets).tolist() == [1.5, top1, top5, 200]
+        assert 0 < top1 < top5 <= 200
+        targets[:50] = datasets.IGNORED  # damaged images
+        top1, top5 = count_right(outputs[50:], targets[50:])
+        assert script.batch_totals(loss, outputs, targets).tolist() == [1.5, top1, top5, 150]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "step"])
 def test_the_learning_rate_of_06_is_that_of_torchs_schedulers(schedule):
-    """Twelve epochs: three of warm-up from a fifth of the peak; every four make a step."""
+    """Twelve epochs: three of warm-up from a fifth of the peak; every four make a step.
+
+    A cosine may end above zero.
+    """
     steps = 10
-    given = ["--epochs", 12, "--lr", 0.3, "--warmup-epochs", 3, "--warmup-factor", 0.2]
-    given += ["--batch-size", 512, "--schedule", schedule, "--step-epochs", 4]
-    args = parse_06("--dummy", 2, *given)
+    given_flags = ["--epochs", 12, "--lr", 0.3, "--warmup-epochs", 3, "--warmup-factor", 0.2]
+    given_flags += ["--batch-size", 512, "--schedule", schedule, "--step-epochs", 4]
+    args = parse_06("--dummy", 2, *given_flags)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.6)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=3 * steps)
     if schedule == "cosine":
@@ -812,6 +770,8 @@ def test_the_learning_rate_of_06_is_that_of_torchs_schedulers(schedule):
         assert given == pytest.approx(expected, rel=1e-6, abs=1e-9), step
         optimizer.step()
         scheduler.step()
+    last = script.learning_rate(parse_06("--dummy", 2, *given_flags, "--final-lr", 0.1), 12)
+    assert last == pytest.approx(0.06 if schedule == "cosine" else 0.0006)
 
 
 def test_a_duration_in_words_is_off_by_half_a_unit_at_most():

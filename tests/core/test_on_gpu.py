@@ -146,38 +146,14 @@ def count_waits(file, rank):
     torch.cuda.set_sync_debug_mode("warn")
 
 
-def check_that_no_line_waits(train, prepare, file, *flags):
-    flags = ["--dummy", 16 * STEPS, *RESNET, "--batch-size", 16, "--epochs", 1, *flags]
-    ranks = train("run", 1, *flags, "--print-every", STEPS // PRINTED, prepare=prepare)
-    assert ranks.wait() == [0], ranks.output()
-    waits = file.read_text() if file.exists() else ""
-    often = [line for line in waits.splitlines() if int(line.split()[0]) >= STEPS // 2]
-    assert not often, f"waits in each of {STEPS} steps: {often}"
-
-
 @needs_gpu
 @pytest.mark.parametrize("flags", [[], ["--ema", 0.9, "--clip-grad", 1], ["--amp", "fp16"]])
 def test_no_line_of_06_waits_for_the_gpu_in_each_step(train, tmp_path, flags):
     file = tmp_path / "counts"
-    prepare = functools.partial(count_waits, file)
-    check_that_no_line_waits(train, prepare, file, *flags)
-    assert file.exists(), "the printed lines wait"
-
-
-def warn_in_each_step(file, rank):
-    torch.cuda.set_sync_debug_mode = lambda mode: None  # there may be no GPU
-    count_waits(file, rank)
-
-    def step(self, *args, original=torch.optim.SGD.step):
-        text = "called a synchronizing CUDA operation"
-        warnings.warn_explicit(text, UserWarning, "ranks.py", 1)
-        warnings.warn_explicit(text, UserWarning, "train.py", 7)
-        return original(self, *args)
-
-    torch.optim.SGD.step = step
-
-
-def test_a_line_that_stops_in_each_step_is_noticed(train, tmp_path):
-    prepare = functools.partial(warn_in_each_step, tmp_path / "counts")
-    with pytest.raises(AssertionError, match=rf"steps: \['{STEPS} train.py:7'\]"):
-        check_that_no_line_waits(train, prepare, tmp_path / "counts", "--arch", "small_net")
+    flags = ["--dummy", 16 * STEPS, *RESNET, "--batch-size", 16, "--epochs", 1, *flags]
+    flags += ["--print-every", STEPS // PRINTED]
+    ranks = train("run", 1, *flags, prepare=functools.partial(count_waits, file))
+    assert ranks.wait() == [0], ranks.output()
+    waits = file.read_text().splitlines()  # the printed lines wait
+    often = [line for line in waits if int(line.split()[0]) >= STEPS // 2]
+    assert not often, f"waits in each of {STEPS} steps: {often}"

@@ -4,16 +4,14 @@ import functools
 import os
 import random
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from imagenet_runs import CLASSES, SMALL_06, final, new_folder, parse_06, same
-from images import write_images
+from imagenet_runs import SMALL_06, final, new_folder, parse_06, same
 from ranks import Ranks, training_log
 
-from imagenet.checkpoint_file import decode, read_file
+from imagenet.checkpoint_file import decode, read_file, write_file
 from imagenet.resume import check_same_run, micro_batches
 
 
@@ -22,7 +20,6 @@ from imagenet.resume import check_same_run, micro_batches
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     train, one_each, tmp_path, world_size
 ):
-    """A run that is killed again and again ends with the bits of one that never was."""
     options = [one_each, "--epochs", 4, "--batch-size", 12, "--accumulate", 2, "--sync-bn"]
     options += ["--ema", 0.9]
     options += ["--amp", "bf16", "--checkpoint-every", 2, "--deterministic", "--lr", 0.5]
@@ -62,9 +59,8 @@ def test_the_training_is_the_same_while_the_world_changes(train, one_each, tmp_p
         assert -9 in train("moving", world_size, *options, "--resume", kill=kill).wait()
     last = train("moving", 3, *options, "--resume")
     assert last.wait() == [0] * 3
-    assert (
-        "4 images per process" not in last.output() and "1 to 2 images per process" in last.output()
-    )
+    assert "4 images per process" not in last.output()
+    assert "1 to 2 images per process" in last.output()
 
     still, moving = training_log(tmp_path / "still"), training_log(tmp_path / "moving")
     assert still.keys() == moving.keys() and len(still) == 12
@@ -87,32 +83,6 @@ def test_the_training_is_the_same_while_the_world_changes(train, one_each, tmp_p
     assert (losses[0] - losses[1]).abs().max() < 0.5, losses
 
 
-def test_the_counts_of_an_epoch_go_on_where_a_killed_run_stopped(train, one_each, tmp_path):
-    options = [one_each, "--batch-size", 10, "--epochs", 1, "--checkpoint-every", 1, "--keep", 2]
-    options += ["--deterministic", "--eval-every", 0]
-    assert train("whole", 2, *options).wait() == [0, 0]
-    assert -9 in train("killed", 2, *options, kill={1: 2}).wait()
-    assert train("killed", 2, *options, "--resume").wait() == [0, 0]
-    whole, killed = (final(tmp_path / name)["totals"] for name in ("whole", "killed"))
-    assert whole[3] == 40 and same(whole, killed)
-    assert len(list((tmp_path / "whole/checkpoints").glob("step-*.pt"))) == 2, "--keep"
-
-
-def test_a_resumed_run_takes_the_optimizer_flags_of_today(train, one_each, tmp_path):
-    options = [one_each, "--batch-size", 20, "--eval-every", 0, "--epochs"]
-    assert train("run", 1, *options, 1).wait() == [0]
-    flags = ["--resume", "--momentum", 0.5, "--weight-decay", 0.03]
-    ranks = train("run", 1, *options, 2, *flags)
-    assert ranks.wait() == [0]
-    changes = "--epochs 1 -> 2, --momentum 0.9 -> 0.5, --weight-decay 5e-05 -> 0.03"
-    assert f"resuming with other flags: {changes}\n" in ranks.output()
-    groups = final(tmp_path / "run")["optimizer"]["param_groups"]
-    assert [(group["momentum"], group["weight_decay"]) for group in groups] == [
-        (0.5, 0.03),
-        (0.5, 0.0),
-    ]
-
-
 def keep_states(folder, rank):
     from imagenet import checkpoint
 
@@ -123,18 +93,73 @@ def keep_states(folder, rank):
     checkpoint.Checkpoints.save = save
 
 
-@pytest.mark.parametrize("ema", [0, 0.9])
-def test_all_ranks_save_the_same_state_with_averaged_buffers_too(train, one_each, tmp_path, ema):
-    options = [one_each, "--batch-size", 10, "--epochs", 1, "--eval-every", 0, "--ema", ema]
-    assert train("run", 2, *options, prepare=functools.partial(keep_states, tmp_path)).wait() == [
-        0,
-        0,
-    ]
+def test_a_killed_run_ends_with_the_state_of_one_that_never_was(train, one_each, tmp_path):
+    """And all ranks save the same, the batch norm of the averaged weights too."""
+    options = [one_each, "--batch-size", 10, "--epochs", 1, "--checkpoint-every", 1, "--keep", 2]
+    options += ["--deterministic", "--eval-every", 0, "--ema", 0.9]
+    ranks = train("whole", 2, *options, prepare=functools.partial(keep_states, tmp_path))
+    assert ranks.wait() == [0, 0], ranks.output()
     one, other = (torch.load(tmp_path / f"state{rank}.pt", weights_only=True) for rank in range(2))
-    assert any("running_mean" in name for name in one["model"]) and (one["ema"] is None) == (
-        ema == 0
-    )
+    assert any("running_mean" in name for name in one["ema"])
     assert all(same(one[part], other[part]) for part in one)
+    assert -9 in train("killed", 2, *options, kill={1: 2}).wait()
+    assert train("killed", 2, *options, "--resume").wait() == [0, 0]
+    whole, killed = (final(tmp_path / name) for name in ("whole", "killed"))
+    assert whole["totals"][3] == 40, "images of the epoch"
+    for part in ("totals", "model", "ema", "optimizer"):
+        assert same(whole[part], killed[part]), part
+    assert len(list((tmp_path / "whole/checkpoints").glob("step-*.pt"))) == 2, "--keep"
+
+
+def test_a_resumed_run_takes_the_optimizer_flags_of_today(run_06, tmp_path):
+    assert run_06().code == 0
+    end = run_06("--resume", "--epochs", 2, "--momentum", 0.5, "--weight-decay", 0.03)
+    assert end.code == 0
+    changes = "--epochs 1 -> 2, --momentum 0.9 -> 0.5, --weight-decay 5e-05 -> 0.03"
+    assert f"resuming with other flags: {changes}\n" in end.out
+    groups = final(tmp_path)["optimizer"]["param_groups"]
+    assert [(group["momentum"], group["weight_decay"]) for group in groups] == [
+        (0.5, 0.03),
+        (0.5, 0.0),
+    ]
+
+
+def test_a_resumed_run_remembers_its_best_accuracy(run_06, tmp_path):
+    assert run_06("--eval-every", 1).code == 0
+    last, best = (tmp_path / "checkpoints" / name for name in ("step-00000001.pt", "best.pt"))
+    write_file(str(last), decode(read_file(last)) | {"best": 100.0})
+    before = best.read_bytes()
+    assert run_06("--eval-every", 1, "--epochs", 2, "--resume").code == 0
+    assert final(tmp_path)["best"] == 100 and best.read_bytes() == before
+
+
+def test_a_run_of_another_model_or_other_data_is_refused_by_name(run_06):
+    assert run_06().code == 0
+    for flag, before, now in (
+        ("--arch", "mnist_net", "small_net"),
+        ("--batch-size", "4", "2"),
+        ("--image-size", "16", "32"),
+        ("--seed", "0", "1"),
+        ("--ema", "0", "0.5"),
+        ("--freeze", "''", "0"),
+    ):
+        end = run_06("--resume", flag, now)
+        (line,) = end.err.splitlines()
+        assert end.code == 2 and line.startswith(f"06_imagenet.py: error: {flag} {now}, but ")
+        assert f"step-00000001.pt is of a run with {flag} {before}: expected the same" in line
+    end = run_06("--resume", "--dummy", 5)
+    (line,) = end.err.splitlines()
+    assert end.code == 2 and "error: 5 training images, but" in line and "with 4: expected" in line
+
+
+def test_a_second_run_in_the_folder_of_another_is_refused(train, tmp_path):
+    """On all ranks: none waits for one that has refused."""
+    new_folder(new_folder(tmp_path, "run"), "checkpoints")
+    (tmp_path / "run/checkpoints/step-00000001.pt").touch()
+    ranks = train("run", 2, "--dummy", 8, "--batch-size", 4)
+    assert ranks.wait() == [2, 2], ranks.output()
+    for rank in range(2):
+        assert "holds checkpoints already: add --resume to continue from" in ranks.output(rank)
 
 
 def go_home(where, rank):
@@ -144,7 +169,7 @@ def go_home(where, rank):
 
 
 def test_machines_without_a_shared_folder_each_keep_all(train, one_each, tmp_path):
-    """Machines without a shared folder each keep all and the newest good one of any wins."""
+    """And the newest good one of any machine wins."""
     options = [one_each, "--batch-size", 20, *SMALL_06, "--checkpoints-path", "here"]
     options += ["--checkpoint-every", 1]
     home = functools.partial(go_home, tmp_path)
@@ -175,26 +200,7 @@ def final_step(folder):
     return decode(read_file(max(folder.glob("step-*.pt"))))["step"]
 
 
-def test_folders_side_by_side_on_one_disk_are_not_shared(one_each, tmp_path):
-    """Folders side by side on one disk are not taken for a shared one."""
-    flags = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0, *SMALL_06]
-    ranks = Ranks(
-        new_folder(tmp_path, "run"),
-        2,
-        flags,
-        nodes=2,
-        prepare=functools.partial(name_a_folder, tmp_path),
-    )
-    assert ranks.wait() == [0, 0], ranks.output()
-    assert all((tmp_path / f"of-rank{rank}/step-00000002.pt").exists() for rank in (0, 1))
-
-
-def name_a_folder(where, rank):
-    sys.argv += ["--checkpoints-path", str(where / f"of-rank{rank}")]
-
-
 def test_machines_with_a_shared_folder_write_each_file_once(train, one_each, tmp_path):
-    """Machines with a shared folder write each checkpoint once."""
     flags = ["--batch-size", 20, "--epochs", 1, "--checkpoint-every", 1, "--eval-every", 0]
     ranks = train("run", 2, one_each, *flags, nodes=2, prepare=count_writes)
     assert ranks.wait() == [0, 0]
@@ -211,38 +217,8 @@ def count_writes(rank):
     checkpoint.write_file = write
 
 
-def test_another_network_other_data_and_a_second_run_are_refused(train, one_each, tmp_path):
-    """A resumed run of another network or other data is refused and so is a second run."""
-    options = [one_each, "--batch-size", 20, "--epochs", 1, "--eval-every", 0]
-    assert train("run", 1, *options).wait() == [0]
-    other = write_images(tmp_path / "other", "train", (40, 44), CLASSES, 2, ".jpg").parent / "other"
-    write_images(other, "val", (40, 44), CLASSES, 1, ".jpg")
-    refused = {
-        "holds checkpoints already: add --resume to continue from the newest": options,
-        "--batch-size 10, but": [*options, "--resume", "--batch-size", 10],
-        "--seed 3, but": [*options, "--resume", "--seed", 3],
-        "80 training images, but": [other, *options[1:], "--resume"],
-        "--ema 0.9, but": [*options, "--resume", "--ema", 0.9],
-    }
-    running = {message: train("run", 1, *flags) for message, flags in refused.items()}
-    for message, ranks in running.items():
-        assert ranks.wait() == [2] and message in ranks.output(), ranks.output()
-    other = [*options, *SMALL_06, "--resume", "--arch", "resnet18"]
-    other += ["--checkpoints-path", tmp_path / "run/checkpoints"]
-    ranks = Ranks(new_folder(tmp_path, "arch"), 1, other)
-    assert (
-        ranks.wait() == [2]
-        and "of a run with --arch mobilenet_v3_small: expected the same" in ranks.output()
-    )
-    ranks = train("run", 2, *options)
-    assert ranks.wait() == [2, 2], "no rank waits for one that has refused"
-    assert all("holds checkpoints already" in ranks.output(rank) for rank in range(2))
-
-
-def test_a_resumed_run_cuts_batches_as_flags_say_or_as_before(
-    capsys,
-):
-    """A resumed run cuts batches as the flags say or into micro batches as small as before."""
+def test_a_resumed_run_cuts_batches_as_flags_say_or_as_before(capsys):
+    """Into micro-batches as small as before, unless --accumulate has changed."""
     args = parse_06("--dummy", 100, "--batch-size", 24, "--accumulate", 2, "--resume")
     flags = {name: str(value) for name, value in vars(args).items()}
     state = {"flags": flags, "images": 100, "world_size": 4, "accumulate": 2, "micro_batch": 3}

@@ -11,6 +11,7 @@ from torch import nn
 
 from common import shapes
 from common.data import build_datasets
+from common.memory import choose
 
 
 def test_an_image_depends_on_its_seed_and_index_alone():
@@ -40,25 +41,19 @@ def test_no_two_images_are_alike_and_every_class_comes_as_often():
 
 @pytest.fixture(scope="module")
 def drawn():
-    """12000 images to learn from and 3000 to be tested on: floats in 0..1 (N, 3, 32, 32) and
-    labels.
-    """
+    """12000 images to learn from and 3000 to test on: floats in 0..1 (N, 3, 32, 32), and labels."""
     images, labels = (torch.from_numpy(part) for part in shapes.render(0, range(15000)))
     return images.float() / 255, labels
 
 
 def accuracy_of_probe(features, labels, hidden):
-    """Test accuracy in percent of a classifier (linear, or with one hidden layer) on features (N,
-    D).
-    """
+    """Return the test accuracy in percent of a classifier, with or without a hidden layer."""
     torch.manual_seed(0)
     features = (features - features.mean(0)) / features.std(0)
     width = features.shape[1]
-    net = (
-        nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 10))
-        if hidden
-        else nn.Linear(width, 10)
-    )
+    net = nn.Linear(width, 10)
+    if hidden:
+        net = nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     train = slice(0, 12000)
     test = slice(12000, None)
@@ -73,17 +68,6 @@ def accuracy_of_probe(features, labels, hidden):
 
 
 @pytest.mark.slow
-def test_means_alone_do_not_give_the_class_away(drawn):
-    images, labels = drawn
-    means = images.mean((2, 3))
-    assert accuracy_of_probe(means, labels, hidden=True) < 40
-    leak = means + labels[:, None]
-    assert accuracy_of_probe(leak, labels, hidden=True) > 90, (
-        "the probe must find a leak where there is one"
-    )
-
-
-@pytest.mark.slow
 def test_colours_alone_do_not_give_the_class_away(drawn):
     images, labels = drawn
     # every colour level, no place
@@ -93,7 +77,6 @@ def test_colours_alone_do_not_give_the_class_away(drawn):
 
 @pytest.mark.slow
 def test_a_linear_classifier_stays_under_60_percent(drawn):
-    """A linear classifier of the raw pixels stays under 60 percent."""
     images, labels = drawn
     assert accuracy_of_probe(images.flatten(1), labels, hidden=False) < 60
 
@@ -101,8 +84,10 @@ def test_a_linear_classifier_stays_under_60_percent(drawn):
 def test_the_test_set_is_drawn_with_a_seed_of_its_own():
     train, test = build_datasets(flags("--limit", 300))
     images, labels = shapes.render(1, range(10_000))
-    assert torch.equal(test.images, torch.from_numpy(images)) and torch.equal(
-        test.targets, torch.from_numpy(labels)
-    )
+    assert torch.equal(test.images, torch.from_numpy(images))
+    assert torch.equal(test.targets, torch.from_numpy(labels))
+    images, labels = shapes.render(0, choose(50_000, 300))
+    assert torch.equal(train.images, torch.from_numpy(images))
+    assert torch.equal(train.targets, torch.from_numpy(labels))
     trained, tested = ({image.numpy().tobytes() for image in part.images} for part in (train, test))
     assert len(trained) == 300 and not trained & tested

@@ -1,7 +1,6 @@
 """Every collective has the timeout of its job, so a peer that stands still ends the run."""
 
 import os
-import runpy
 import signal
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,13 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from imagenet_runs import SMALL_06, parse_06, script
-from launchers import by_hand, slurm_step
-from processes import ROOT
 from ranks import Ranks
-from rungs import SCRIPTS
 
 from common import distributed
-from common.distributed import free_port, setup_distributed
 from machine_checks import all_reduce, messages
 
 TIMEOUT = timedelta(seconds=33)  # the default of no function
@@ -31,32 +26,9 @@ class Reached(Exception):
     """The process groups exist now."""
 
 
-def test_setup_distributed_gives_its_timeout_to_the_group(environment):
-    environment()
-    setup_distributed(timeout=TIMEOUT)
-    assert timeout_of(dist.group.WORLD) == TIMEOUT
-
-
-@pytest.mark.parametrize("rung", [*SCRIPTS[2:], "07_fsdp.py"])
-def test_the_groups_of_03_to_05_and_07_have_the_shared_timeout(rung, environment, monkeypatch):
-    def report(*_):
-        raise Reached
-
-    alone = by_hand(rank=0, world_size=1, LOCAL_WORLD_SIZE=1)
-    environment(**alone | slurm_step() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()})
-    monkeypatch.setattr(distributed, "TIMEOUT", TIMEOUT)
-    monkeypatch.setattr("common.report.Report", report)  # what follows the process group
-    url = f"tcp://127.0.0.1:{free_port()}"
-    args = SimpleNamespace(nproc_per_node=1, nodes=1, node_rank=0, dist_url=url)  # which 04 reads
-    args.shard_size = 1  # which 07 reads
-    local_rank = [0] if rung.startswith("04") else []
-    main = runpy.run_path(str(ROOT / rung))["main"]
-    with pytest.raises(Reached):
-        main(*local_rank, args)
-    assert timeout_of(dist.group.WORLD) == TIMEOUT
-
-
-def test_both_groups_of_06_have_the_timeout_of_its_flag(environment, monkeypatch):
+def test_both_groups_of_06_have_the_timeout_that_setup_distributed_is_given(
+    environment, monkeypatch
+):
     timeouts = []
 
     def barrier(group, timeout):
@@ -79,15 +51,9 @@ def test_the_group_of_preflight_ends_after_three_silences(monkeypatch):
     assert timeout_of(dist.group.WORLD) == TIMEOUT
 
 
-# A peer that stops
-
-
-def stop_in_the_first_step_of_03(rank):
-    distributed.TIMEOUT = timedelta(seconds=10)
-    stop_in_the_first_step(rank)
-
-
 def stop_in_the_first_step(rank):
+    distributed.TIMEOUT = timedelta(seconds=10)
+
     def forward(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -117,8 +83,7 @@ FLAGS_06 = [*SMALL_06, "--dummy", 24, "--batch-size", 12, "--epochs", 1, "--time
 @pytest.mark.parametrize(
     ("rung", "flags", "stop"),
     [
-        ("03_mnmc_ddp_launch.py", FLAGS_03, stop_in_the_first_step_of_03),
-        ("06_imagenet.py", FLAGS_06, stop_in_the_first_step),
+        ("03_mnmc_ddp_launch.py", FLAGS_03, stop_in_the_first_step),
         ("06_imagenet.py", FLAGS_06, stop_in_the_evaluation),
     ],
 )

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import context
 
 from common.distributed import cleaned_up, free_port
 from imagenet import votes as votes_module
@@ -65,7 +66,8 @@ def each_rank(rank, port, folder):
 def two_ranks(tmp_path_factory):
     """What each_rank() saved on both ranks."""
     folder = tmp_path_factory.mktemp("votes")
-    torch.multiprocessing.spawn(each_rank, (free_port(), folder), nprocs=2)
+    options = {"nprocs": 2, "start_method": context.get_start_method()}
+    torch.multiprocessing.start_processes(each_rank, (free_port(), folder), **options)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -1,6 +1,6 @@
-"""Run launch/preflight.py with a fault: FAKE names the fault, FAKE_RANK the rank (default: 1).
+"""Run launch/preflight.py with faults: FAKE names them, FAKE_RANK their rank (default: 1).
 
-"gpu" and "machine" are faults of all ranks.
+"gpu" and "machine" are faults of all ranks. Without FAKE, nothing is wrong.
 """
 
 import os
@@ -17,7 +17,7 @@ import torch
 
 from common.distributed import find_launcher, original_environment
 from common.errors import one_line_errors
-from machine_checks import all_reduce, gpu_health, infiniband, xids
+from machine_checks import all_reduce, gpu_health, infiniband, messages, xids
 from machine_checks import facts as facts_module
 
 
@@ -44,6 +44,7 @@ def machine():
     infiniband.LIBRARY = "libc.so.6"
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, 2**16))
     gpu_health.PATIENCE = xids.PATIENCE = float(os.environ.get("FAKE_PATIENCE", 5))
+    messages.SILENCE = int(os.environ.get("FAKE_SILENCE", 10))
 
 
 FAKES = {
@@ -61,7 +62,7 @@ FAKES = {
 if __name__ == "__main__":
     with one_line_errors():
         _, ranks = find_launcher(original_environment())
-        for fake in os.environ["FAKE"].split(","):
+        for fake in filter(None, os.environ.get("FAKE", "").split(",")):
             if fake in ("gpu", "machine") or ranks.rank == int(os.environ.get("FAKE_RANK", 1)):
                 FAKES[fake]()
         preflight.main()

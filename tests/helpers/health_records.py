@@ -99,25 +99,12 @@ def answer(*gpus):
     return f"{head}<nvidia_smi_log>\n{''.join(gpus)}\n</nvidia_smi_log>\n"
 
 
-# What nvidia-smi prints instead, and its exit code if that is known (anderskm/gputil#55,
-# JosephKJ/OWOD#81)
-FAILURES = [
-    (
-        18,
-        "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.161",
-    ),
-    (6, "No devices were found"),
-    (
-        15,
-        "Unable to determine the device handle for GPU 0000:02:00.0: GPU is lost.  "
-        "Reboot the system to recover this GPU",
-    ),
-    (
-        9,
-        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
-        "Make sure that the latest NVIDIA driver is installed and running.",
-    ),
-]
+# What nvidia-smi prints instead, and its exit code (anderskm/gputil#55, JosephKJ/OWOD#81)
+MISMATCH = (
+    18,
+    "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.161",
+)
+NO_DEVICE = (6, "No devices were found")
 
 # Lines of the kernel's log: NVIDIA/NVSentinel#155, stas00/ml-engineering, NVIDIA's page on Xids,
 # tests of GPU monitors; the times are ours

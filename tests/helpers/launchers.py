@@ -101,7 +101,7 @@ def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(timeout + 30)
     return results
 
 

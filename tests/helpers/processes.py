@@ -33,10 +33,13 @@ def start(*command):
 
 def start_copy(folder, *command, **variables):
     """Start Python in a folder with a copy of distributed.py, with these variables and no others of
-    a launcher.
+    a launcher. It has one thread, unless OMP_NUM_THREADS is another number, or None: not set.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
-    env |= {name: str(value) for name, value in variables.items()} | {"OMP_NUM_THREADS": "1"}
+    for name, value in ({"OMP_NUM_THREADS": 1} | variables).items():
+        env.pop(name, None)
+        if value is not None:
+            env[name] = str(value)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, **pipes)
 

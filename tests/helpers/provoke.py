@@ -1,7 +1,6 @@
 """Make the mistakes of docs/troubleshooting.md, one after another, without this project's checks.
 
-    # mistakes with two ranks
-    torchrun --nproc-per-node=2 --log-dir DIR --redirects=3 tests/helpers/provoke.py
+    torchrun --nproc-per-node=2 tests/helpers/provoke.py    # mistakes with two ranks
     python tests/helpers/provoke.py launchers         # mistakes with torchrun
     python tests/helpers/provoke.py shared-memory     # with a small /dev/shm
     python tests/helpers/provoke.py join HOST RANK    # on each of two hosts

@@ -1,12 +1,20 @@
-"""The scripts of the ladder: their names, and their flags as they parse them."""
+"""The scripts of the ladder: their names, their flags as they parse them, and their ranks."""
 
 import argparse
+import functools
+import os
 import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from launchers import slurm_step
 from processes import ROOT
+from ranks import Ranks
 
+from common import report
+from common.distributed import PORTS, free_port
 from common.flags import shared_flags
 
 SCRIPTS = [
@@ -46,3 +54,38 @@ def parse(monkeypatch, script, *given):
 def flags(*given):
     """The shared flags as a script would parse them."""
     return shared_flags("").parse_args([str(flag) for flag in given])
+
+
+def fork_rung(folder, script, world_size, given, prepare=None, **options):
+    """Fork the ranks of 01, 03, 04, 05 or 07, which learn who they are as from their launcher.
+
+    Returns:
+        Ranks, whose other arguments are `prepare` and `options`.
+    """
+    if script.startswith("04"):
+        url = f"tcp://127.0.0.1:{free_port()}"
+        given = [*given, "--nproc-per-node", world_size, "--dist-url", url]
+    launch = functools.partial(launch_rank, script, world_size, prepare)
+    return Ranks(folder, world_size, given, script=script, prepare=launch, **options)
+
+
+def launch_rank(script, world_size, prepare, rank):
+    """Give a forked process what its launcher would give it, in place of what Ranks sets."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ[name] for name in names}
+    if script[:2] in ("04", "05"):
+        for name in names:
+            del os.environ[name]
+    if script.startswith("04"):
+        torch.multiprocessing.spawn = lambda function, args, nprocs: function(rank, *args)
+    else:
+        report.multiprocessing = SimpleNamespace(parent_process=lambda: None)
+    if script.startswith("05"):
+        # A task on each of several machines, all of them this one. The port is that of the job.
+        step = slurm_step(rank, world_size, f"127.0.0.[1-{world_size}]")
+        step |= {"SLURM_JOB_ID": int(before["MASTER_PORT"]) - PORTS[0]}
+        step |= {"SLURM_LOCALID": 0, "SLURM_NODEID": rank, "SLURM_STEP_NUM_NODES": world_size}
+        step |= {"SLURM_STEP_TASKS_PER_NODE": f"1(x{world_size})", "SLURM_CPUS_ON_NODE": 1}
+        os.environ.update({name: str(value) for name, value in step.items()})
+    if prepare:
+        prepare(rank)

@@ -26,19 +26,25 @@ MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroup v1, which this cluster uses
 GREEDY = 'python3 -c "print(len(bytearray(10**9)))"'
 
 
-class Strict(SlurmCluster):
+class Two(SlurmCluster):
+    """Has two nodes."""
+
+    nodes = ("n01", "n02")
+
+
+class Strict(Two):
     """Refuses at once what its partitions never allow, and queues no job again."""
 
     config = slurm_cluster.CONFIG + PARTITIONS + "EnforcePartLimits=ALL\nJobRequeue=0\n"
 
 
-class Lenient(SlurmCluster):
+class Lenient(Two):
     """Accepts what its partitions never allow, as Slurm does by default."""
 
     config = slurm_cluster.CONFIG + PARTITIONS
 
 
-class Confined(SlurmCluster):
+class Confined(Two):
     """Kills a task that takes more memory than its job has."""
 
     config = slurm_cluster.CONFIG.replace("task/none", "task/cgroup").replace(
@@ -186,10 +192,9 @@ def out_of_memory(cluster):
 
 def provoke(cluster_class, mistakes):
     """Return what Slurm prints when these mistakes are made on a cluster of this class."""
-    nodes = ("n01", "n02")
     with (
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,
-        cluster_class(folder, nodes) as cluster,
+        cluster_class(folder) as cluster,
     ):
         return "".join(mistake(cluster) for mistake in mistakes)
 

@@ -62,16 +62,13 @@ class Job:
 
     def saved(self):
         """After which steps it says that it has stopped and saved."""
-        return [
-            int(step)
-            for step in re.findall(r"stopped by a signal after step (\d+): saved", self.output)
-        ]
+        steps = re.findall(r"stopped by a signal after step (\d+): saved", self.output)
+        return list(map(int, steps))
 
     def resumed(self):
         """After which steps it says that it goes on."""
-        return [
-            int(step) for step in re.findall(r"resumed from \S+, after step (\d+) of", self.output)
-        ]
+        steps = re.findall(r"resumed from \S+, after step (\d+) of", self.output)
+        return list(map(int, steps))
 
 
 @pytest.fixture
@@ -81,13 +78,8 @@ def preempt(slurm, tmp_path):
     def preempt():
         file = tmp_path / "high.sbatch"
         file.write_text("#!/bin/sh\nsleep 600\n")
-        options = [
-            "--partition=high",
-            f"--nodes={len(slurm.nodes)}",
-            "--exclusive",
-            "--output=/dev/null",
-        ]
-        high = slurm.sbatch(file, options=options)
+        options = ["--partition=high", f"--nodes={len(slurm.nodes)}", "--exclusive"]
+        high = slurm.sbatch(file, options=[*options, "--output=/dev/null"])
         assert wait_until(lambda: slurm.show(high)["JobState"] == "RUNNING", 120), slurm.show(high)
         slurm.cancel(high)
         slurm.wait(high)
@@ -105,7 +97,6 @@ def soon(run_time):
 
 @pytest.mark.slow
 def test_a_preempted_and_requeued_job_goes_on_each_time(slurm, tmp_path, preempt):
-    """A job that is preempted out of time and requeued goes on each time and ends."""
     job = Job(slurm, tmp_path, ROOT / "launch/slurm/06_srun.sbatch", ["--partition=low"])
     preempt()
     job.restart()
@@ -125,7 +116,6 @@ def test_a_preempted_and_requeued_job_goes_on_each_time(slurm, tmp_path, preempt
 
 @pytest.mark.slow
 def test_a_job_asked_to_save_goes_on_unless_it_is_cancelled(slurm, tmp_path):
-    """A job that is asked to save goes on and one that is cancelled does not."""
     job = Job(slurm, tmp_path, ROOT / "launch/slurm/06_srun.sbatch")
     slurm.run("scancel", "--signal=USR1", job.id)
     job.restart()

@@ -1,8 +1,8 @@
 """Two hosts with two processes each: what must follow the rank, and not the local rank.
 
 Both hosts have a local rank 0. The ranks are forked, and each enters the network, the name and the
-disk of its host: see helpers/on_hosts.py. Each run serves several tests. What torchrun and mp.spawn
-themselves do on two hosts is in test_launch.py.
+disk of its host: see helpers/on_hosts.py. What torchrun and mp.spawn themselves do on two hosts is
+in test_launch.py.
 """
 
 import functools
@@ -17,7 +17,7 @@ import pytest
 import torch
 from images import write_images
 from needs import need
-from processes import ROOT, finished, without_gloo
+from processes import ROOT, without_gloo
 from ranks import Ranks
 from rungs import QUICK
 
@@ -30,6 +30,7 @@ TRAIN, TEST = 40, 25  # images; 4 ranks do not divide 25
 FLAGS_06 = ["--arch", "mnist_net", "--image-size", 16, "--batch-size", 20, "--epochs", EPOCHS]
 FLAGS_06 += ["--print-every", 1, "--checkpoint-every", 1, "--keep", 9]
 FLAGS_06 += ["--deterministic", "--timeout", 60]
+SPAWN_04 = functools.partial(on_hosts.spawn_04, "tcp://host1:29500")
 FILES_06 = ["best.pt", *(f"step-{step:08}.pt" for step in (1, 2, 3, 4))]
 
 
@@ -101,13 +102,33 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def counts(run, size):
-    """How many times each image of the data set of this size was read, by all ranks."""
-    counter = Counter()
-    for note in run.notes:
-        if note.get("dataset") == size:
-            counter.update(note["indices"])
-    return counter
+def one_process_prints(run, start, done):
+    """Rank 0 prints, and names the ranks of both hosts. All others are silent."""
+    first, *others = run.printed
+    assert start in first and "world size 4 (2 on this machine)" in first
+    hosts = re.findall(r"^ranks (.+) on (\w+): cpu", first, re.M)
+    assert hosts == [("0-1", "host1"), ("2-3", "host2")]
+    assert first.count(done) == 1 and first.count("== test: [1/2]") == 1
+    assert set(others) == {""}
+
+
+def all_processes_share_the_images(run):
+    """Each image is read once per epoch, by any rank."""
+    for size in (TRAIN, TEST):
+        counter = Counter()
+        for note in run.notes:
+            if note.get("dataset") == size:
+                counter.update(note["indices"])
+        assert counter == dict.fromkeys(range(size), EPOCHS)
+
+
+def the_log_counts_all_processes(disk, command, **expected):
+    """The log file on a disk has a record per epoch, of all ranks."""
+    records = [json.loads(line) for line in (disk / "log.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records] == [1, 2]
+    for record in records:
+        assert record.items() >= {"world_size": 4, "local_world_size": 2, **expected}.items()
+        assert record["command"].startswith(command)
 
 
 def results(run):
@@ -116,84 +137,47 @@ def results(run):
     return [re.sub(r"\| (\d+ img/s|epoch took|\d+ s).*", "", line) for line in lines]
 
 
-def devices(text):
-    """The ranks of each host in the header of a run."""
-    return re.findall(r"^ranks (.+) on (\w+): cpu", text, re.M)
-
-
-def read_records(disk):
-    """The lines of the log file on a disk."""
-    return [json.loads(line) for line in (disk / "log.jsonl").read_text().splitlines()]
-
-
 def equal_weights(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # 03, 04 and 05
 
+FLAGS = ["--epochs", EPOCHS, "--save", "DISK/net.pt", "--log-file", "DISK/log.jsonl"]
+
 
 @pytest.fixture(scope="module")
-def rungs(start, images):
-    """What each rung did on two hosts with a disk each, and 03 on one machine."""
-    flags = [*QUICK, images, "--epochs", EPOCHS]
-    flags += ["--save", "DISK/net.pt", "--log-file", "DISK/log.jsonl"]
-    spawn = functools.partial(on_hosts.spawn_04, "tcp://host1:29500")
-    runs = {
-        "03_mnmc_ddp_launch.py": start(RUNGS[0], flags),
-        "04_mnmc_ddp_mp.py": start(RUNGS[1], flags, then=spawn, processes=2),
-        "05_mnmc_ddp_slurm.py": start(RUNGS[2], flags, then=on_hosts.under_srun),
-        "one machine": start(RUNGS[0], flags, one_machine=True),
-    }
-    return {name: end(run) for name, run in runs.items()}
+def one_machine(start, images):
+    """What 03 does with four processes on one machine."""
+    return end(start(RUNGS[0], [*QUICK, images, *FLAGS], one_machine=True))
 
 
-@pytest.mark.parametrize("script", RUNGS)
-def test_one_process_of_two_hosts_prints(rungs, script):
-    first, *others = rungs[script].printed
-    assert f"{script} | started by" in first and "world size 4 (2 on this machine)" in first
-    assert devices(first) == [("0-1", "host1"), ("2-3", "host2")]
-    assert first.count("done: test accuracy") == 1 and first.count("== test: [1/2]") == 1
-    assert set(others) == {""}
-
-
-@pytest.mark.parametrize("script", RUNGS)
-def test_one_host_of_two_saves_and_logs(rungs, script):
-    first, second = rungs[script].disks
-    assert names(first) == ["log.jsonl", "net.pt"]
-    assert names(second) == []
-
-
-@pytest.mark.parametrize("script", RUNGS)
-def test_the_record_of_two_hosts_counts_all_processes(rungs, script):
-    records = read_records(rungs[script].disks[0])
-    assert [record["epoch"] for record in records] == [1, 2]
-    launcher, command = {
-        "03_mnmc_ddp_launch.py": ("torchrun", "torchrun --nnodes=2 --nproc-per-node=2 03_mnmc"),
-        "04_mnmc_ddp_mp.py": ("mp.spawn", "python 04_mnmc"),
-        "05_mnmc_ddp_slurm.py": ("srun", "srun --nodes=2 --ntasks-per-node=2 python 05_mnmc"),
-    }[script]
-    expected = {"launcher": launcher, "world_size": 4, "local_world_size": 2}
-    expected |= {"global_batch": 32, "lr": 0.01 / 8}
-    for record in records:
-        assert record.items() >= expected.items()
-        assert record["command"].startswith(command)
-
-
-@pytest.mark.parametrize("script", RUNGS)
-def test_two_hosts_share_the_images_among_all_processes(rungs, script):
-    assert counts(rungs[script], TRAIN) == dict.fromkeys(range(TRAIN), EPOCHS)
-    assert counts(rungs[script], TEST) == dict.fromkeys(range(TEST), EPOCHS)
-
-
-@pytest.mark.parametrize("script", RUNGS)
-def test_two_hosts_train_the_same_as_one_machine(rungs, script):
-    """To the bit: each rank crops images and drops out activations as its rank says."""
-    run = rungs[script]
-    one = rungs["one machine"]
-    assert len(results(one)) == 5 and results(run) == results(one)
-    weights = torch.load(run.disks[0] / "net.pt", weights_only=True)
-    expected = torch.load(one.disks[0] / "net.pt", weights_only=True)
+@pytest.mark.parametrize(
+    ("script", "options", "launcher", "command"),
+    [
+        (RUNGS[0], {}, "torchrun", "torchrun --nnodes=2 --nproc-per-node=2 03_mnmc"),
+        (RUNGS[1], {"then": SPAWN_04, "processes": 2}, "mp.spawn", "python 04_mnmc"),
+        (
+            RUNGS[2],
+            {"then": on_hosts.under_srun},
+            "srun",
+            "srun --nodes=2 --ntasks-per-node=2 python 05_mnmc",
+        ),
+    ],
+)
+def test_two_hosts_train_print_and_save_as_one_machine(
+    start, images, one_machine, script, options, launcher, command
+):
+    run = end(start(script, [*QUICK, images, *FLAGS], **options))
+    one_process_prints(run, f"{script} | started by {launcher}", "done: test accuracy")
+    all_processes_share_the_images(run)
+    first, second = run.disks
+    assert names(first) == ["log.jsonl", "net.pt"] and names(second) == []
+    the_log_counts_all_processes(first, command, launcher=launcher, global_batch=32, lr=0.01 / 8)
+    # To the bit: each rank crops images and drops out activations as its rank says.
+    assert len(results(one_machine)) == 5 and results(run) == results(one_machine)
+    weights = torch.load(first / "net.pt", weights_only=True)
+    expected = torch.load(one_machine.disks[0] / "net.pt", weights_only=True)
     assert equal_weights(weights, expected)
 
 
@@ -201,130 +185,83 @@ def test_two_hosts_train_the_same_as_one_machine(rungs, script):
 
 
 @pytest.fixture(scope="module")
-def runs_06(start, images):
-    """What 06 did on one machine, on two hosts with one folder, and on two with a disk each.
-
-    The last one resumes after step 1, from a checkpoint that the second host alone has.
-    """
+def start_06(start, images):
+    """A function that starts 06, which logs to DISK/log.jsonl and saves in DISK/checkpoints."""
     flags = [images, *FLAGS_06, "--log-file", "DISK/log.jsonl"]
     flags += ["--checkpoints-path", "DISK/checkpoints"]
-    start_06 = functools.partial(start, "06_imagenet.py", then=on_hosts.note_06)
-    one = start_06(flags, one_machine=True)
-    shared = start_06(flags, own_disks=False)
-    runs = {"one machine": end(one), "shared": end(shared)}
-    first_step = runs["shared"].disks[0] / "checkpoints/step-00000001.pt"
+
+    def start_06(*more, **options):
+        return start("06_imagenet.py", [*flags, *more], then=on_hosts.note_06, **options)
+
+    return start_06
+
+
+@pytest.fixture(scope="module")
+def runs_06(start_06):
+    """What 06 does with four processes on one machine, and on two hosts with one folder."""
+    runs = start_06(one_machine=True), start_06(own_disks=False)
+    return [end(run) for run in runs]
+
+
+def shares_the_cores(run):
+    """Two loaders of each of four ranks."""
+    assert [note["workers"] for note in run.notes if "workers" in note] == [on_hosts.CORES // 2] * 8
+
+
+def test_06_on_two_hosts_trains_and_saves_as_one_machine(runs_06):
+    """To the bit: each rank drops out activations with the random numbers of its rank."""
+    one, run = runs_06
+    one_process_prints(run, "06_imagenet.py | started by torchrun", "done: top-1")
+    all_processes_share_the_images(run)
+    shares_the_cores(run)
+    assert "25 images" in run.printed[0]
+    assert len(results(one)) == 7 and results(run) == results(one)
+    (disk,) = run.disks
+    assert names(disk) == ["checkpoints", "log.jsonl"]
+    assert names(disk / "checkpoints") == FILES_06, "no marker is left"
+    wrote = [(note["rank"], note["wrote"]) for note in run.notes if "wrote" in note]
+    assert {rank for rank, _ in wrote} == {0} and {name for _, name in wrote} == set(FILES_06)
+    command = "torchrun --nnodes=2 --nproc-per-node=2 06_"
+    the_log_counts_all_processes(disk, command, launcher="torchrun", global_batch=20)
+    for name in FILES_06:
+        expected, state = (read(run, name) for run in (one, run))
+        assert equal_weights(state["model"], expected["model"])
+        assert torch.equal(state["totals"], expected["totals"])
+        assert state["best"] == expected["best"]
+
+
+def test_06_resumes_on_two_hosts_from_what_the_second_alone_has(start_06, runs_06):
+    """Each host has a disk of its own, and keeps all files."""
+    one, shared = runs_06
+    first_step = shared.disks[0] / "checkpoints/step-00000001.pt"
 
     def copy_to_the_second(disk):
         if disk.name.endswith("host2"):
             (disk / "checkpoints").mkdir()
             shutil.copy(first_step, disk / "checkpoints")
 
-    runs["resumed"] = end(start_06([*flags, "--resume"], fill=copy_to_the_second))
-    return runs
-
-
-def test_one_process_of_two_hosts_prints_in_06(runs_06):
-    for name in ("shared", "resumed"):
-        first, *others = runs_06[name].printed
-        assert "06_imagenet.py | started by torchrun | world size 4 (2 on this machine)" in first
-        assert devices(first) == [("0-1", "host1"), ("2-3", "host2")]
-        assert first.count("done: top-1") == 1 and first.count("== test: [1/2]") == 1
-        assert set(others) == {""}
-
-
-def test_rank_0_alone_writes_to_a_folder_of_two_hosts(runs_06):
-    run = runs_06["shared"]
-    wrote = [(note["rank"], note["wrote"]) for note in run.notes if "wrote" in note]
-    assert {rank for rank, _ in wrote} == {0}
-    assert {name for _, name in wrote} == set(FILES_06)
-    assert names(run.disks[0] / "checkpoints") == FILES_06, "no marker is left"
-
-
-def test_each_host_without_a_shared_folder_keeps_all_files(runs_06):
-    run = runs_06["resumed"]
+    more = ["--resume", "--tensorboard", "DISK/events"]
+    run = end(start_06(*more, fill=copy_to_the_second))
+    one_process_prints(run, "06_imagenet.py | started by torchrun", "done: top-1")
+    shares_the_cores(run)
+    assert run.printed[0].count("resumed from ") == 1
+    assert "checkpoints/step-00000001.pt, after step 1 of 4" in run.printed[0]
+    assert results(run) == results(one)[1:]
+    first, second = run.disks
+    assert names(first) == ["checkpoints", "events", "log.jsonl"]
+    assert names(second) == ["checkpoints"]
     first, second = (disk / "checkpoints" for disk in run.disks)
-    missing = "step-00000001.pt"  # with which the second host began
-    assert names(first) == [name for name in FILES_06 if name != missing]
+    assert names(first) == [name for name in FILES_06 if name != first_step.name]
     assert names(second) == FILES_06
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names(first))
     assert {note["rank"] for note in run.notes if "wrote" in note} == {0, 2}
-
-
-def test_one_process_of_two_hosts_writes_the_log_of_06(runs_06):
-    shared, resumed = runs_06["shared"], runs_06["resumed"]
-    assert names(shared.disks[0]) == ["checkpoints", "log.jsonl"]
-    assert names(resumed.disks[0]) == ["checkpoints", "log.jsonl"]
-    assert names(resumed.disks[1]) == ["checkpoints"]
-    for run in (shared, resumed):
-        records = read_records(run.disks[0])
-        assert [record["epoch"] for record in records] == [1, 2]
-        expected = {"launcher": "torchrun", "world_size": 4, "local_world_size": 2}
-        expected |= {"global_batch": 20}
-        for record in records:
-            assert record.items() >= expected.items()
-            assert record["command"].startswith("torchrun --nnodes=2 --nproc-per-node=2 06_")
-
-
-def test_06_shares_the_images_among_all_processes(runs_06):
-    run = runs_06["shared"]
-    assert counts(run, TRAIN) == dict.fromkeys(range(TRAIN), EPOCHS)
-    assert counts(run, TEST) == dict.fromkeys(range(TEST), EPOCHS)
-    assert "25 images" in run.printed[0]
-
-
-def test_06_on_two_hosts_trains_the_same_as_one_machine(runs_06):
-    """To the bit: each rank drops out activations with the random numbers of its rank."""
-    one, shared = runs_06["one machine"], runs_06["shared"]
-    assert len(results(one)) == 7 and results(shared) == results(one)
-    for name in FILES_06:
-        expected, state = (read(run, name) for run in (one, shared))
-        assert equal_weights(state["model"], expected["model"])
-        assert torch.equal(state["totals"], expected["totals"])
-        assert state["best"] == expected["best"]
-
-
-def test_two_hosts_resume_and_count_each_image_once(runs_06):
-    """Rank 0 adds the totals of the checkpoint to its own. Rank 2 does not, though it reads it."""
-    one, resumed = runs_06["one machine"], runs_06["resumed"]
-    assert resumed.printed[0].count("resumed from ") == 1
-    assert "checkpoints/step-00000001.pt, after step 1 of 4" in resumed.printed[0]
-    assert results(resumed) == results(one)[1:]
     for name in FILES_06[2:]:
-        expected, state = (read(run, name) for run in (one, resumed))
+        expected, state = (read(run, name) for run in (one, run))
         assert equal_weights(state["model"], expected["model"])
+        # Rank 0 adds the totals of the checkpoint to its own. Rank 2 does not, though it reads it.
         assert state["totals"][3] == expected["totals"][3] > 0
         torch.testing.assert_close(state["totals"], expected["totals"])
-    assert read(resumed, FILES_06[2])["totals"][3] == TRAIN
-
-
-def test_the_processes_of_a_host_share_its_cores(runs_06):
-    for run in (runs_06["shared"], runs_06["resumed"]):
-        workers = [note["workers"] for note in run.notes if "workers" in note]
-        assert workers == [on_hosts.CORES // 2] * 8, "two loaders of each of four ranks"
-
-
-@pytest.mark.slow
-def test_torchrun_on_two_hosts_logs_06_once_and_saves_twice(hosts, images, tmp_path):
-    """With a real torchrun on each host, and TensorBoard. Each host has a folder of its own."""
-    flags = [images, *FLAGS_06, "--workers", 1]
-    flags += ["--tensorboard", "events", "--log-file", "log.jsonl"]
-    torchrun = ["torchrun", "--nnodes=2", "--nproc-per-node=2", "--master-addr=host1"]
-    processes = []
-    for number, name in enumerate(hosts.names):
-        (tmp_path / name).mkdir()
-        command = [*torchrun, f"--node-rank={number}", ROOT / "06_imagenet.py", *flags]
-        variables = {"OMP_NUM_THREADS": 1}
-        processes.append(hosts.popen(number, *command, variables=variables, cwd=tmp_path / name))
-    ends = [finished(process) for process in processes]
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    assert [out.count("done: top-1") for _, out, _ in ends] == [1, 0]
-    assert "ranks 2-3 on host2: cpu" in ends[0][1] and ends[1][1] == ""
-    first, second = (tmp_path / name for name in hosts.names)
-    assert names(first) == ["checkpoints", "events", "log.jsonl"]
-    assert names(second) == ["checkpoints"]
-    assert len(names(first / "events")) == 1
-    assert len((first / "log.jsonl").read_text().splitlines()) == EPOCHS
-    assert names(first / "checkpoints") == names(second / "checkpoints") == FILES_06
+    assert read(run, FILES_06[2])["totals"][3] == TRAIN
 
 
 def read(run, name):
@@ -335,9 +272,7 @@ def read(run, name):
 # template/train.py
 
 
-@pytest.fixture(scope="module")
-def template(start, tmp_path_factory):
-    """What the template did on two hosts with a disk each; resumed on one disk, and on one host."""
+def test_the_template_on_two_hosts_trains_and_saves_as_one_machine(start, tmp_path_factory):
     project = tmp_path_factory.mktemp("project")
     shutil.copy(ROOT / "common/distributed.py", project)
     text = (ROOT / "template/train.py").read_text()
@@ -355,28 +290,17 @@ def template(start, tmp_path_factory):
     options = {"then": here, "fill": copy_new}
     shared = start(project / "train.py", flags, own_disks=False, **options)
     one = start(project / "train.py", flags, one_machine=True, **options)
-    return {"new": new, "shared": end(shared), "one machine": end(one)}
+    shared, one = end(shared), end(one)
 
-
-def test_one_process_of_two_hosts_prints_in_the_template(template):
-    for name, lines in (("new", 2), ("shared", 4)):
-        first, *others = template[name].printed
+    for run, lines in ((new, 2), (shared, 4)):
+        first, *others = run.printed
         assert len(first.splitlines()) == lines and first.count("done: test loss") == 1
         assert set(others) == {""}
-
-
-def test_one_host_of_two_saves_in_the_template(template):
-    first, second = template["new"].disks
-    assert names(first) == ["best.pt", "last.pt"]
-    assert names(second) == []
-
-
-def test_the_template_on_two_hosts_trains_as_on_one_machine(template):
-    one, shared = template["one machine"], template["shared"]
+    assert shared.printed[0].startswith("resumed from ")
+    assert [names(disk) for disk in new.disks] == [["best.pt", "last.pt"], []]
     assert len(results(one)) == 3 and results(shared) == results(one)
     for name in ("best.pt", "last.pt"):
         state = torch.load(shared.disks[0] / name, weights_only=True)
         expected = torch.load(one.disks[0] / name, weights_only=True)
         assert equal_weights(state["model"], expected["model"])
         assert state.get("epoch") == expected.get("epoch")
-    assert shared.printed[0].startswith("resumed from ")

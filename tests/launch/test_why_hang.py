@@ -1,4 +1,4 @@
-"""launch/why_hang.py, on ranks that stand still."""
+"""launch/why_hang.py, on ranks that stand still, and on what ranks have recorded."""
 
 import json
 import os
@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
-from processes import ROOT, start
+from processes import ROOT
+from ranks import Ranks
 
 from launch import why_hang
 from tools.lab.slurm_cluster import wait_until
@@ -47,43 +49,66 @@ CASES = {
     ),
     "stopped": (2, r"rank 1: process \d+ on \S+ is stopped: kill -CONT \d+"),
 }
-GLOO_RECORDS = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
+gloo_records = pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"),
+    reason="this torch does not record the calls of gloo",
+)
+
+
+@pytest.fixture
+def hang(tmp_path, monkeypatch, capsys):
+    """A function (case) that starts its ranks, and returns them and a function that asks them."""
+    folder = tmp_path / "hang"
+    monkeypatch.setattr(why_hang, "FOLDER", folder)
+    monkeypatch.setattr(sys, "argv", ["why_hang.py", "ask"])
+    started = []
+
+    def ask():
+        why_hang.main()
+        return capsys.readouterr().out.splitlines()
+
+    def hang(case):
+        count = CASES[case][0]
+        options = {"env": {"WHY_HANG": folder}, "script": "launch/why_hang.py"}
+        started.append(Ranks(tmp_path, count, ["run", HANGS, case], **options))
+        arrived = wait_until(lambda: len(list(folder.glob("started-*"))) == count, 120)
+        assert arrived, started[0].output()
+        return started[0], ask
+
+    yield hang
+    for ranks in started:
+        ranks.end()
+
+
+@gloo_records
+def test_a_training_that_moves_is_told_apart_from_one_that_hangs(hang, tmp_path):
+    _, ask = hang("stopped")  # which nobody has stopped
+    # What a larger training has left in the folder, before.
+    left = tmp_path / "hang/rank-2.json"
+    left.write_text(json.dumps({"rank": 2, "world_size": 3, "pid": 1, "host": "node7"}))
+    os.utime(left, (0, 0))
+    lines = ask()
+    first, *_, rank_0, rank_1 = lines
+    assert first == "ranks 0, 1 made calls within a second: not all stand still"
+    assert re.fullmatch(r"rank 0 is at \S*hangs.py:\d+ in stopped\(\)", rank_0)
+    assert re.fullmatch(r"rank 1 is at \S*hangs.py:\d+ in stopped\(\)", rank_1)
+    assert not any("node7" in line for line in lines), "the rank of an older training"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not GLOO_RECORDS, reason="this torch does not record the calls of gloo")
+@gloo_records
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_line_names_the_ranks_and_the_lines(case, tmp_path, monkeypatch):
-    ranks, expected = CASES[case]
-    monkeypatch.setenv("WHY_HANG", str(tmp_path / "hang"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    job = start(*torchrun, "launch/why_hang.py", "run", HANGS, case)
-    try:
-        while len(list((tmp_path / "hang").glob("started-*"))) < ranks:
-            assert job.poll() is None, job.stderr.read()
-            time.sleep(0.1)
-        time.sleep(1)  # until they stand still
-        if case == "stopped":
-            stopped = json.loads((tmp_path / "hang/rank-1.json").read_text())["pid"]
-            os.kill(stopped, signal.SIGSTOP)
-        asked = subprocess.run(
-            [sys.executable, "launch/why_hang.py", "ask"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    finally:
-        for path in (tmp_path / "hang").glob("rank-*.json"):
-            os.kill(json.loads(path.read_text())["pid"], signal.SIGKILL)
-        job.kill()  # torchrun
-    assert asked.returncode == 0, asked.stderr
-    assert re.match(expected, asked.stdout), asked.stdout
+def test_the_first_line_names_the_ranks_and_the_lines(case, hang):
+    ranks, ask = hang(case)
+    time.sleep(1)  # until they stand still
+    if case == "stopped":
+        ranks.signal(1, "SIGSTOP")
+    lines = ask()
+    assert re.match(CASES[case][1], lines[0]), lines
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not GLOO_RECORDS, reason="this torch does not record the calls of gloo")
+@gloo_records
 def test_a_host_that_is_lost_is_named(hosts, tmp_path):
     folder = tmp_path / "hang"
     variables = {"WHY_HANG": folder, "OMP_NUM_THREADS": 1}
@@ -102,20 +127,65 @@ def test_a_host_that_is_lost_is_named(hosts, tmp_path):
     assert where.startswith("rank 0 is at ") and "in stopped()" in where
 
 
-def entry(number, name, shape, done=True, state="scheduled", line=7):
+# On records
+
+
+def entry(number, name, shape, done=True, line=7, group="default_pg", **more):
     return {
-        "process_group": ("0", "default_pg"),
+        "process_group": ("0", group),
         "collective_seq_id": number,
         "profiling_name": f"nccl:{name}",
         "input_sizes": [shape],
         "retired": done,
-        "state": state,
+        "state": "scheduled",
         "is_p2p": False,
         "frames": [
             {"filename": "/x/site-packages/torch/c10d.py", "line": 1, "name": "all_reduce"},
             {"filename": os.path.abspath("train.py"), "line": line, "name": "step"},
         ],
+    } | more
+
+
+def explain(*records):
+    """Return the first line about ranks with these records."""
+    answers = {
+        rank: {"calls": why_hang.calls({"entries": entries}), "at": f"train.py:{90 + rank}"}
+        for rank, entries in enumerate(records)
     }
+    return why_hang.explain(answers, {})[0]
+
+
+def test_calls_that_a_rank_no_longer_remembers_are_not_compared():
+    """A rank that calls more, in other groups too, forgets its old calls sooner."""
+    long = [entry(number, "all_reduce", [8]) for number in (3, 4, 5, 6)]
+    waits = entry(7, "all_reduce", [8], done=False, line=20)
+    assert explain([*long, waits], long[2:]) == (
+        "rank 0 in call 7 of the group default_pg: all_reduce [8] at train.py:20 in step(); "
+        "rank 1 did not call it: rank 1 is at train.py:91"
+    )
+
+
+def test_calls_are_compared_by_their_names_and_shapes():
+    reduces = [entry(1, "all_reduce", [3], done=False)]
+    waits = [entry(1, "barrier", [1], done=False, line=20)]
+    assert explain(reduces, waits, waits) == (
+        "call 1 of the group default_pg differs: rank 0: all_reduce [3] at train.py:7 in step(); "
+        "ranks 1, 2: barrier [1] at train.py:20 in step()"
+    )
+    assert explain(reduces, [entry(1, "all_reduce", [4], done=False)]) == (
+        "call 1 of the group default_pg differs: rank 0: all_reduce [3] at train.py:7 in step(); "
+        "rank 1: all_reduce [4] at train.py:7 in step()"
+    )
+
+
+def test_a_rank_without_a_call_is_missed_only_in_its_own_groups():
+    waits = [entry(1, "barrier", [1], done=False)]
+    assert explain(waits, []).endswith("rank 1 did not call it: rank 1 is at train.py:91")
+    in_a_group = [entry(1, "all_reduce", [3], done=False, group="rows")]
+    assert explain(in_a_group, in_a_group, []) == (
+        "ranks 0, 1 in call 1 of the group rows: all_reduce [3] at train.py:7 in step(); "
+        "all ranks that answer are there"
+    )
 
 
 def test_the_files_of_nccls_flight_recorder_are_compared(tmp_path, capsys, monkeypatch):
@@ -125,55 +195,67 @@ def test_the_files_of_nccls_flight_recorder_are_compared(tmp_path, capsys, monke
     files = {
         0: [*equal, entry(6, "all_reduce", [8], done=False, line=20)],
         1: [*other, entry(6, "all_reduce", [8], done=False, state="started", line=20)],
-        2: [*other],
+        # A send is between two ranks.
+        2: [*other, entry(6, "send", [8], done=False, is_p2p=True)],
     }
     for rank, entries in files.items():
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps({"entries": entries}))
     monkeypatch.setattr(sys, "argv", ["why_hang.py", "read", *map(str, tmp_path.glob("rank_*"))])
     why_hang.main()
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first == (
+    assert capsys.readouterr().out.splitlines()[0] == (
         "ranks 0, 1 in call 6 of the group default_pg: all_reduce [8] at train.py:20 in step(); "
         "rank 2 did not call it: rank 2 is at an unknown place"
     )
 
 
-def test_ranks_that_all_wait_in_the_same_call_are_told_of():
-    waiting = why_hang.calls({"entries": [entry(1, "barrier", [1], done=False)]})
-    lines = why_hang.explain({k: {"calls": waiting, "at": "train.py:1"} for k in range(2)}, {})
-    assert lines[0].startswith("ranks 0, 1 in call 1") and lines[0].endswith("are there")
-    done = why_hang.calls({"entries": [entry(1, "barrier", [1])]})
-    lines = why_hang.explain({k: {"calls": done, "at": "train.py:1"} for k in range(2)}, {})
-    assert lines[0].startswith("no rank waits in a collective")
+def test_calls_that_are_done_are_no_reason_to_wait():
+    done = [entry(1, "barrier", [1])]
+    completed = [entry(1, "barrier", [1], done=False, state="completed")]
+    for record in (done, completed):
+        assert explain(record, record).startswith("no rank waits in a collective")
 
 
-def test_a_rank_that_never_calls_anything_is_told_of():
-    waiting = why_hang.calls({"entries": [entry(1, "barrier", [1], done=False)]})
-    silent = {"calls": [], "at": "train.py:9"}
-    (first, *_) = why_hang.explain({0: {"calls": waiting, "at": "train.py:1"}, 1: silent}, {})
-    assert first.endswith("rank 1 did not call it: rank 1 is at train.py:9")
-
-
-def test_a_rank_that_does_not_answer_is_explained():
+def test_a_rank_that_does_not_answer_is_explained(tmp_path, monkeypatch):
     process = subprocess.Popen(["sleep", "100"])
     here = {"pid": process.pid, "host": socket.gethostname()}
-    assert why_hang.why_silent(here).endswith("its Python is busy")
+    who = f"process {process.pid} on {here['host']}"
+    assert why_hang.why_silent(here) == f"{who} does not answer: its Python is busy"
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    assert why_hang.why_silent(here) == f"{who} is stopped: kill -CONT {process.pid}"
     process.kill()
     process.wait()
-    assert why_hang.why_silent(here) == f"process {process.pid} on {here['host']} has ended"
+    assert why_hang.why_silent(here) == f"{who} has ended"
     there = why_hang.why_silent(here | {"host": "node7"})
     assert there.endswith("on node7 does not answer: look whether the machine can be reached")
+    monkeypatch.setattr(why_hang, "PATIENCE", 0)
+    monkeypatch.setattr(why_hang, "FOLDER", tmp_path)
+    why_hang.write(tmp_path / "rank-1.json", here | {"rank": 1, "world_size": 2})
+    assert why_hang.ask() == ({}, {1: f"{who} has ended"})
+    # It is the first line: the others wait for this rank.
+    waiting = {"calls": why_hang.calls({"entries": [entry(1, "barrier", [1], done=False)]})}
+    lines = why_hang.explain({0: waiting | {"at": "train.py:9"}}, {1: "has ended"})
+    assert lines[0] == "rank 1: has ended" and lines[1].startswith("rank 0 in call 1 ")
 
 
-def test_without_a_recorder_it_says_how_to_start(tmp_path):
-    for command, code, expected in (
-        ("ask", 1, "no rank in hang/: start the training with why_hang.py run"),
-        ("run", 2, "error: run: expected more after it"),
-    ):
-        end = subprocess.run(
-            [sys.executable, ROOT / "launch/why_hang.py", *command.split()],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert end.returncode == code and expected in end.stderr
+def test_a_script_runs_as_it_would_alone(tmp_path, monkeypatch, capsys):
+    (tmp_path / "beside.py").write_text("name = 'beside'\n")
+    script = tmp_path / "train.py"
+    script.write_text("import sys, beside\nprint(__name__, beside.name, sys.argv)\n")
+    monkeypatch.setattr(why_hang, "FOLDER", tmp_path / "hang")
+    monkeypatch.setattr(why_hang.threading, "Thread", Mock())  # which nobody asks
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["why_hang.py", "run", str(script), "--batch_size=8"])
+    why_hang.main()
+    assert capsys.readouterr().out == f"__main__ beside {[str(script), '--batch_size=8']}\n"
+
+
+def test_without_a_recorder_it_says_how_to_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(why_hang, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["why_hang.py", "ask"])
+    with pytest.raises(SystemExit, match=r"start the training with why_hang\.py run"):
+        why_hang.main()
+    monkeypatch.setattr(sys, "argv", ["why_hang.py", "run"])
+    with pytest.raises(SystemExit, match="2"):
+        why_hang.main()
+    assert "error: run: expected more after it" in capsys.readouterr().err

@@ -1,13 +1,9 @@
 """Sphinx settings of the site.
 
-make site builds it twice, in English into site/ and in Chinese into site/zh/.
-
-The sources are the pages and notebooks as they stand in the repository. This file adds what
-Markdown does not say: the order of the pages, pages that show linked code, a search for Chinese
-words, and the language switch.
+make site builds it twice, in English into site/ and in Chinese into site/zh/. The sources are the
+pages and notebooks as they stand in the repository.
 """
 
-import html
 import json
 import os
 import re
@@ -16,17 +12,15 @@ from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
-from sphinx.search.zh import SearchChinese
-from sphinx.transforms import SphinxTransform
+from sphinx.search.en import SearchEnglish
 from sphinx.transforms.post_transforms import SphinxPostTransform
-from sphinx.util.osutil import relative_uri
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.book.chinese import chinese_page, translate_notebook
-from tools.book.pages import notebooks
+from tools.book.chinese import translate_notebook
+from tools.book.pages import chinese_page, notebooks
 
 CHINESE = os.environ["SITE_LANGUAGE"] == "zh"
 OTHER_SITE = "../" if CHINESE else "zh/"  # seen from the root of this site
@@ -44,6 +38,7 @@ myst_heading_anchors = 6
 # folders that are not searched for pages
 exclude_patterns = [".*", "data", "site", "checkpoints", "results/.*"]
 templates_path = ["_templates"]
+html_additional_pages = {"index": "index.html"}  # leads to the first page
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["figures.js"]
@@ -66,9 +61,7 @@ html_theme_options = {
 }
 autodoc_member_order = "bysource"
 
-
 # The pages, in the order of docs/README.md
-
 README, CONTENTS, CONTRIBUTING = (
     ROOT / name for name in ("README.md", "docs/README.md", "CONTRIBUTING.md")
 )
@@ -93,146 +86,62 @@ root_doc = docname(README)
 include_patterns = [f"{docname(page)}{page.suffix}" for page in PAGES]
 
 
-def add_contents(app, name, source):
-    """Give the first page the table of contents, and the notebooks of the Chinese site Chinese
-    words and charts.
-    """
+def change_source(app, name, source):
+    """Add the contents to the first page; translate notebooks, and fold their code."""
     if name == root_doc:
         for captions, pages in GROUPS.items():
-            names = "\n".join(
-                [*(f"/{docname(page)}" for page in pages), *(["genindex"] if API in pages else [])]
-            )
+            names = "\n".join(f"/{docname(page)}" for page in pages)
+            names += "\ngenindex" if API in pages else ""
             source[0] += (
                 f"\n```{{toctree}}\n:hidden:\n:caption: {captions[CHINESE]}\n{names}\n```\n"
             )
-    if CHINESE and name.startswith("notebooks/"):
-        source[0] = translate_notebook(source[0], Path(name).name)
-
-
-def fold_code(app, name, source):
-    """Fold the code of the notebooks that draw charts. A click unfolds it."""
-    if name.startswith("notebooks/") and name != "notebooks/kaggle":
-        notebook = json.loads(source[0])
+    if name.startswith("notebooks/"):
+        text = translate_notebook(source[0], Path(name).name) if CHINESE else source[0]
+        notebook = json.loads(text)
         for cell in notebook["cells"]:
-            if cell["cell_type"] == "code":
+            if cell["cell_type"] == "code" and name != "notebooks/kaggle":
                 cell["metadata"]["tags"] = ["hide-input"]
         source[0] = json.dumps(notebook)
 
 
-# The language switch
-
-
-def in_other_language(name):
-    """Return the address of a page in the other language, from the root of this language's site."""
-    page = next((page for page in PAGES if docname(page) == name), None)
-    # pages of code, and the search, have the same name
-    other = docname(page, not CHINESE) if page else name
-    return f"{OTHER_SITE}{other}.html"
-
-
-def language_switch(app, name, template, context, doctree):
-    context["other_language"] = "../" * name.count("/") + in_other_language(name)
+def add_language_switch(app, name, template, context, doctree):
+    """Tell the templates the address of a page in the other language."""
+    names = {docname(page): docname(page, not CHINESE) for page in PAGES}  # the search has one name
+    context["other_language"] = f"{'../' * name.count('/')}{OTHER_SITE}{names.get(name, name)}.html"
     context["other_name"] = "English" if CHINESE else "中文"
 
 
-# Links to files that are not pages of this site
+class LinkOtherSite(SphinxPostTransform):
+    """Lead a link to a page in the other language there. A link to a folder becomes text."""
 
-
-class LinkFiles(SphinxPostTransform):
-    """Let a link to a file or a folder lead to a page that shows it, and a link to a page of the
-    other site there.
-    """
-
-    default_priority = 5  # before Sphinx copies linked files and resolves links
+    default_priority = 5  # before MyST resolves links
 
     def run(self):
         name = self.env.docname
-        for kind in (addnodes.download_reference, addnodes.pending_xref):
-            for node in list(self.document.findall(kind)):
-                target = node.get("reftarget", "")
-                path = Path(os.path.normpath((ROOT / name).parent / target))
-                if node.get("refdomain") == "doc" and target not in self.env.all_docs:
-                    link = f"{'../' * name.count('/')}{OTHER_SITE}{target}.html"
-                elif (
-                    node.get("refdomain") != "doc"
-                    and path.exists()
-                    and path != ROOT
-                    and path.suffix not in (".md", ".ipynb")
-                ):
-                    self.app.shown_files |= {path, *(files(path) if path.is_dir() else ())}
-                    page = f"code/{path.relative_to(ROOT)}.html"
-                    link = relative_uri(self.app.builder.get_target_uri(name), page)
-                else:
-                    continue
-                node.replace_self(
-                    nodes.reference("", "", *node.children, refuri=link, internal=True)
-                )
+        for node in list(self.document.findall(addnodes.pending_xref)):
+            target = node["reftarget"]
+            if node["refdomain"] == "doc" and target not in self.env.all_docs:
+                address = f"{'../' * name.count('/')}{OTHER_SITE}{target}.html"
+                node.replace_self(nodes.reference("", "", *node.children, refuri=address))
+            elif node["reftype"] == "myst" and ((ROOT / name).parent / target).is_dir():
+                node.replace_self(node.children)
 
 
-def files(folder):
-    return sorted(path for path in folder.iterdir() if path.is_file())
+class SearchPairs(SearchEnglish):
+    """Search Chinese text by pairs of characters: the browser has no dictionary of words."""
 
-
-def show_files(app):
-    """Yield a page for each linked file, and one that leads from the site's address to its first
-    page.
-    """
-    yield "index", {"first": f"{root_doc}.html"}, "index.html"
-    for path in sorted(app.shown_files):
-        name = str(path.relative_to(ROOT))
-        if path.is_dir():
-            links = (
-                f'<li><a href="{path.name}/{p.name}.html">{html.escape(p.name)}</a></li>'
-                for p in files(path)
-            )
-            body = f"<ul>{''.join(links)}</ul>"
-        else:
-            language = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}.get(
-                path.suffix, "text"
-            )
-            body = app.builder.highlighter.highlight_block(path.read_text(), language)
-        yield (
-            f"code/{name}",
-            {"title": name, "body": f"<h1>{html.escape(name)}</h1>{body}"},
-            "page.html",
-        )
-
-
-# Search
-
-
-class IndexErrors(SphinxTransform):
-    """List the error texts in the headings of the troubleshooting page in the index."""
-
-    default_priority = 500
-
-    def apply(self):
-        if Path(self.env.docname).name != "troubleshooting":
-            return
-        for section in list(self.document.findall(nodes.section)):
-            texts = [literal.astext() for literal in section[0].findall(nodes.literal)]
-            entries = [
-                ("single", text.replace(";", ","), section["ids"][0], "", None) for text in texts
-            ]
-            section.insert(1, addnodes.index(entries=entries))
-
-
-class Chinese(SearchChinese):
-    """Split Chinese text into words with jieba, and a query into words of the index.
-
-    The browser has no dictionary. It takes, from the left, the longest word of the query that the
-    index has.
-    """
-
-    # Of the stemmer that the browser runs; Sphinx 9 looks for one named Chinese, and has none.
-    language_name = "English"
+    lang = "zh"
     js_splitter_code = (HERE / "split_query.js").read_text()
 
+    def split(self, text):
+        characters = r"[\u4e00-\u9fff]+"
+        words = super().split(re.sub(characters, " ", text))
+        for part in re.findall(characters, text):
+            words += [part[k : k + 2] for k in range(max(1, len(part) - 1))]
+        return words
 
-# The API page
 
-
-def literal_blocks(app, what, name, obj, options, lines):
+def show_blocks(app, what, name, obj, options, lines):
     """Show the indented blocks of a module's docstring as they stand."""
     for k in range(len(lines) - 1, 0, -1) if what == "module" else ():
         if lines[k].startswith("    ") and not lines[k - 1]:
@@ -240,13 +149,9 @@ def literal_blocks(app, what, name, obj, options, lines):
 
 
 def setup(app):
-    app.shown_files = set()
-    app.add_transform(IndexErrors)
-    app.add_post_transform(LinkFiles)
-    app.connect("source-read", add_contents)
-    app.connect("source-read", fold_code)
-    app.connect("html-page-context", language_switch)
-    app.connect("html-collect-pages", show_files)
-    app.connect("autodoc-process-docstring", literal_blocks)
+    app.add_post_transform(LinkOtherSite)
+    app.connect("source-read", change_source)
+    app.connect("html-page-context", add_language_switch)
+    app.connect("autodoc-process-docstring", show_blocks)
     if CHINESE:
-        app.add_search_language(Chinese)
+        app.add_search_language(SearchPairs)

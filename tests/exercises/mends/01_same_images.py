@@ -8,12 +8,6 @@ RIGHT = {
     "every second image": [
         (LOADER, "loader = DataLoader(dataset, batch_size=32, sampler=range(rank, 256, 2))")
     ],
-    "slices of the tensors": [
-        (
-            "dataset = TensorDataset(images, targets)",
-            "dataset = TensorDataset(images[rank::2], targets[rank::2])",
-        )
-    ],
     "a random split, and one name for the model and DDP": [
         (IMPORT, "from torch.utils.data import DataLoader, TensorDataset, random_split"),
         ("ddp = DistributedDataParallel(model)", "model = DistributedDataParallel(model)"),
@@ -27,10 +21,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "half the batch size": (
-        [(LOADER, "loader = DataLoader(dataset, batch_size=16, shuffle=True)")],
-        "Each rank trained on all 256 images",
-    ),
     "half the steps, in another order on each rank": (
         [
             (LOADER, f"torch.manual_seed(rank)\n{LOADER}"),

@@ -6,12 +6,6 @@ SAMPLER = "sampler = DistributedSampler(dataset, shuffle=True)"
 LOADER = "loader = DataLoader(dataset, batch_size=32, sampler=sampler)"
 
 RIGHT = {
-    "a sampler with another seed in each epoch": [
-        (
-            EPOCH,
-            f"{EPOCH}    sampler = DistributedSampler(dataset, seed=epoch)\n    {LOADER}\n",
-        )
-    ],
     "the next epoch is set at the end": [(STEP, f"{STEP}    sampler.set_epoch(epoch + 1)\n")],
     "a permutation that all ranks draw alike": [
         (
@@ -23,10 +17,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "a seed for torch's random numbers": (
-        [(EPOCH, f"{EPOCH}    torch.manual_seed(epoch)\n")],
-        "Epochs 0 and 1 have the same images in the same order",
-    ),
     "this epoch is set at the end": (
         [(STEP, f"{STEP}    sampler.set_epoch(epoch)\n")],
         "Epochs 0 and 1 have the same images in the same order",

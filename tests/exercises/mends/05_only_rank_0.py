@@ -6,10 +6,6 @@ MINE = "mine = range(rank, len(images), world_size)"
 IF = "if rank == 0:\n"
 
 RIGHT = {
-    "reduce to rank 0": [
-        (REDUCE, ""),
-        (IF, f"dist.reduce(correct, dst=0)\n{IF}"),
-    ],
     "rank 1 calls it too, and the barrier is left out": [
         (PRINT, f"{PRINT}else:\n{REDUCE}"),
         ("dist.barrier()  # the real program would train on\n", ""),
@@ -28,10 +24,6 @@ WRONG = {
     "no collective": (
         [(REDUCE, "")],
         "the answers of rank 0 alone; both ranks together have 27",
-    ),
-    "a barrier before it": (
-        [(IF, f"dist.barrier()\n{IF}")],
-        "The ranks wait for each other forever: rank 0 waits in line 28, `dist.all_reduce",
     ),
     "no barrier": (
         [("dist.barrier()  # the real program would train on\n", "")],

@@ -18,9 +18,6 @@ RIGHT = {
         ),
         (f"{SAMPLER}\n{LOADER}", "loader = DataLoader(dataset, batch_size=16)"),
     ],
-    "the sampler without the repeated image": [
-        (SAMPLER, f"{SAMPLER}\nsampler = list(sampler)[: len(dataset) - 51 * rank]")
-    ],
     "the repeated image does not count": [
         (SAMPLER, f"{SAMPLER}\nleft = len(range(rank, len(dataset), world_size))"),
         (

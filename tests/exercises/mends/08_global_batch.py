@@ -24,10 +24,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "only the learning rate": (
-        [(LR, "lr=LR")],
-        "With 2 processes, a training step had 192 images instead of 96",
-    ),
     "only the batch size": (
         [(LOADER, SHARE)],
         "With 2 processes, the learning rate was 1 instead of 0.5",

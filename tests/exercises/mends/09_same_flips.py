@@ -9,10 +9,6 @@ RIGHT = {
     "a seed before the model, which DDP makes equal": [
         (MODEL, f"torch.manual_seed(rank)\n{MODEL}")
     ],
-    "a generator of each rank": [
-        (FLIPS, f"{FLIPS}generator = torch.Generator().manual_seed(rank)\n"),
-        (FLIP, "    flip = torch.rand(len(batch), generator=generator) < 0.5\n"),
-    ],
     "numbers for all ranks, of which each takes its own": [
         (FLIP, "    flip = torch.rand(2, len(batch))[rank] < 0.5\n")
     ],
@@ -22,10 +18,6 @@ WRONG = {
     "the seed of the rank at the top": (
         [("torch.manual_seed(0)", "torch.manual_seed(rank)")],
         "The ranks draw different images",
-    ),
-    "the same seed for each batch": (
-        [(FLIP, f"    torch.manual_seed(rank)\n{FLIP}")],
-        "Rank 0 in batch 0 and rank 0 in batch 1 flip the same places",
     ),
     "a seed that two pairs of batch and rank share": (
         [

@@ -14,14 +14,6 @@ RIGHT = {
             "    buffer.copy_(buffer / world_size)\n",
         )
     ],
-    "the state of rank 0 as an object": [
-        (
-            EVAL,
-            f"{EVAL}state = [model.state_dict()]\n"
-            "dist.broadcast_object_list(state, src=0)\n"
-            "model.load_state_dict(state[0])\n",
-        )
-    ],
 }
 
 WRONG = {

@@ -21,19 +21,6 @@ RIGHT = {
     "a rank that has no more batches joins the messages of the others": [
         (LOOP, f"with ddp.join():\n{INDENTED}")
     ],
-    "the ranks vote before each step": [
-        (
-            FIRST_LINE,
-            "batches = iter(loader)\n"
-            "for step in range(len(loader) + 1):\n"
-            "    item = next(batches, None)\n"
-            "    more = torch.tensor(int(item is not None))\n"
-            "    dist.all_reduce(more, op=dist.ReduceOp.MIN)\n"
-            "    if not more:\n"
-            "        break\n"
-            "    batch, labels = item\n",
-        )
-    ],
     "the smaller folder repeats images": [
         (
             FIRST_LINE,
@@ -47,10 +34,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "drop_last": (
-        [("shuffle=True)", "shuffle=True, drop_last=True)")],
-        "The ranks wait for each other forever",
-    ),
     "the remaining steps without the other rank": (
         [
             (FIRST_LINE, AGREE + FIRST_LINE),

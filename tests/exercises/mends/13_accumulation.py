@@ -3,7 +3,6 @@
 FORWARD = "    loss = nn.functional.cross_entropy(ddp(batch), labels) / ACCUMULATE\n"
 BACKWARD = "    loss.backward()\n"
 STEP = "        optimizer.step()\n"
-IS_LAST = "    is_last = k % ACCUMULATE == 0\n"
 LOADER = "DataLoader(dataset, batch_size=16,"
 
 RIGHT = {
@@ -17,18 +16,6 @@ RIGHT = {
             "        for parameter in model.parameters():\n"
             "            dist.all_reduce(parameter.grad)\n"
             f"            parameter.grad /= dist.get_world_size()\n{STEP}",
-        ),
-    ],
-    "the model is the DDP object": [
-        ("ddp = DistributedDataParallel(model)", "model = DistributedDataParallel(model)"),
-        (
-            FORWARD + BACKWARD,
-            "    if k % ACCUMULATE == 0:\n"
-            "        nn.functional.cross_entropy(model(batch), labels).div(ACCUMULATE).backward()\n"
-            "    else:\n"
-            "        with model.no_sync():\n"
-            "            output = model(batch)\n"
-            "            nn.functional.cross_entropy(output, labels).div(ACCUMULATE).backward()\n",
         ),
     ],
 }
@@ -50,10 +37,6 @@ WRONG = {
     "never an exchange": (
         [(FORWARD + BACKWARD, f"    with ddp.no_sync():\n    {FORWARD}    {BACKWARD}")],
         "After training step 1, the weights of the ranks differ",
-    ),
-    "an exchange for every second batch": (
-        [(FORWARD, f"    ddp.require_backward_grad_sync = k % 2 == 0\n{FORWARD}")],
-        "the ranks exchange them more than once per step",
     ),
     "larger batches": (
         [("ACCUMULATE = 4", "ACCUMULATE = 1"), (LOADER, LOADER.replace("16", "64"))],

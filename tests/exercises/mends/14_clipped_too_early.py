@@ -36,10 +36,6 @@ WRONG = {
         [(AVERAGE, AVERAGE + CLIP)],
         "after training step 1 not those of one process",
     ),
-    "divided after clipping": (
-        [(CLIP + AVERAGE, LOOP + REDUCE + CLIP + LOOP + DIVIDE)],
-        "after training step 1 not those of one process",
-    ),
     "clipped after the step": (
         [
             (CLIP + AVERAGE, AVERAGE),

@@ -23,10 +23,6 @@ WRONG = {
         [(SEED, ""), (FIRST_SEED, "torch.manual_seed(rank)\n")],
         "train on images that rank 0 does not have",
     ),
-    "the rank only": (
-        [(SEED, "    torch.manual_seed(rank)\n")],
-        "Rank 0 in step 0 of epoch 0 drops the same activations as rank 0 in step 0 of epoch 1",
-    ),
     "the time": (
         [
             (

@@ -7,15 +7,6 @@ FORWARD = "    ddp(torch.randn(32, 16)).square().mean().backward()\n"
 END = "dist.barrier()  # then rank 0 would save a checkpoint\n"
 
 RIGHT = {
-    "the ranks tell each other objects": [
-        (
-            STOP,
-            "    stops = [None] * dist.get_world_size()\n"
-            "    dist.all_gather_object(stops, stop)\n"
-            "    if any(stops):\n"
-            "        break\n",
-        )
-    ],
     "the decision before the step": [
         (STOP, ""),
         (FORWARD, f"{VOTE}    dist.all_reduce(anyone)\n{IF_ANYONE}{FORWARD}"),

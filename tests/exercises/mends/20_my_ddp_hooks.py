@@ -50,21 +50,6 @@ WRONG = {
         [(ONE, HOOK), (TWO, SEND), (THREE, "        self.works[-1].wait()\n")],
         "does not wait for 15 of them",
     ),
-    "all messages in the last hook": (
-        [
-            (ONE, HOOK.replace("[]", "[]\n        self.ready = []")),
-            (
-                TWO,
-                "        self.ready.append(parameter)\n"
-                "        if len(self.ready) == 16:\n"
-                "            for parameter in self.ready:\n"
-                f"{SEND.replace('        ', '                ')}"
-                "            self.ready.clear()\n",
-            ),
-            (THREE, WAIT),
-        ],
-        "The first message began when the backward pass had computed 15 of its 15 matrix products",
-    ),
     "a list that is never empty again": (
         [(ONE, HOOK), (TWO, SEND), (THREE, WAIT.replace("        self.works.clear()\n", ""))],
         "empty the list",

@@ -101,12 +101,4 @@ WRONG = {
         ],
         "12 of 12 messages began after the backward pass",
     ),
-    "a counter that is not set to 0": (
-        [
-            (ONE, FILL + FILL_LAST + HOOKS),
-            (TWO, COUNT),
-            (THREE, FINISH.replace('            bucket["ready"] = 0\n', "")),
-        ],
-        "After training step 2, the weights of the ranks differ",
-    ),
 }

@@ -16,7 +16,6 @@ SEND = """\
 """
 
 RIGHT = {
-    "halves": [(OPTIMIZER, HALVES), (STEP, STEP + SEND)],
     "a part of one long vector": [
         (
             OPTIMIZER,
@@ -60,10 +59,6 @@ WRONG = {
     "no broadcast": (
         [(OPTIMIZER, HALVES)],
         "At the end, the ranks have different weights",
-    ),
-    "all of the momentum, and a broadcast": (
-        [(OPTIMIZER, HALVES.replace("SGD(mine", "SGD(self.parameters")), (STEP, STEP + SEND)],
-        "Rank 0 keeps 105,232 bytes of momentum, of 105,232",
     ),
     "an optimizer for each parameter, on both ranks": (
         [
