@@ -33,7 +33,7 @@ FILES += ["machine_checks/*.py"]
 FILES += ["tools/prepare_imagenet.py", "tools/records.py", "tools/steps.py", "tools/experiments.py"]
 EXPLAINED = ROOT / "tools/mutants/explained.jsonl"
 # Compares the rungs' sections with those of their parents, as text, and executes none of them
-COMPARES_RUNGS = "tests/core/test_ladder.py::"
+COMPARES_RUNGS = "tests/book/test_tools.py::"
 COMPARES_RUNGS += "test_a_step_is_small_and_leaves_other_sections_as_they_are"
 SURVIVED = "survived"
 NOT_REACHED = "not reached"  # no test executes the function
