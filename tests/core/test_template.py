@@ -198,7 +198,7 @@ def whole(tmp_path_factory):
     """A project with everything random, and the lines of two processes that were not stopped."""
     project = copy_template(tmp_path_factory.mktemp("whole"))
     with_everything_random(project)
-    codes, lines = hard(project, "whole", 2)
+    codes, lines = hard(project, "whole", 2, note_seeds)
     assert codes == [0, 0], lines
     return project, lines
 
@@ -221,6 +221,25 @@ def test_all_processes_evaluate_with_the_batch_norm_of_rank_0(whole):
         assert accuracies(line)[-1] == pytest.approx(100 * right / len(outputs), abs=0.11)
     counted = accuracies(lines[3])[0] * 9.97
     assert abs(counted - round(counted)) < 0.06, "each example counts once"
+
+
+def note_seeds(folder, rank):
+    """Write the seed of each dropout in training into a file of the rank."""
+    work_in(folder, rank)
+
+    def forward(self, inputs, original=torch.nn.Dropout.forward):
+        if self.training:
+            with open(f"seeds{rank}", "a") as file:
+                print(torch.initial_seed(), file=file)
+        return original(self, inputs)
+
+    torch.nn.Dropout.forward = forward
+
+
+def test_dropout_differs_in_every_piece_of_every_process(whole):
+    project, _ = whole
+    seeds = [line for rank in range(2) for line in (project / f"seeds{rank}").open()]
+    assert len(seeds) == len(set(seeds)) == 2 * 3 * 20 * 2, "processes, epochs, steps, pieces"
 
 
 def act_at_step(number, who, act, folder, rank):
@@ -252,13 +271,13 @@ def ask_to_stop():
 
 
 HARD = ["--epochs", 3, "--batch-size", 500, "--accumulate", 2, "--clip-grad", 1, "--amp", "fp16"]
-HARD += ["--workers", 1, "--save-every", 0, "--resume"]
+HARD += ["--workers", 1, "--resume"]
 
 
-def hard(project, name, processes, *act):
-    """Train with HARD in the folder `name`; act: as act_at_step has it. Return codes and lines."""
-    prepare = functools.partial(act_at_step, *act) if act else work_in
-    return fork(project, processes, *HARD, "--checkpoints", name, prepare=prepare)
+def hard(project, name, processes, prepare=work_in, minutes=0):
+    """Train with HARD in the folder `name`, saved after so many minutes; as fork() otherwise."""
+    flags = [*HARD, "--save-every", minutes, "--checkpoints", name]
+    return fork(project, processes, *flags, prepare=prepare)
 
 
 def same_bits(one, other):
@@ -274,7 +293,9 @@ def same_bits(one, other):
 def check_that_it_ends_with_the_same_bits(project, whole_lines, processes, acts):
     """Train with one act after another, each with the code that it gives, then to the end."""
     for number, who, act, expected in acts:
-        codes, lines = hard(project, "broken", processes, number, who, act)
+        prepare = functools.partial(act_at_step, number, who, act)
+        minutes = 10 if act is ask_to_stop else 0  # so that the signals alone are a reason to save
+        codes, lines = hard(project, "broken", processes, prepare, minutes)
         assert codes[who] == expected, lines
         assert 0 not in codes, lines
     codes, lines = hard(project, "broken", processes)
