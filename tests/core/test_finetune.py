@@ -22,22 +22,22 @@ def model_of(arch, num_classes, size=32):
 
 
 def test_a_new_head_replaces_the_last_layer_alone_and_says_so():
-    for arch, head, size, classes in (
-        ("resnet18", "fc", 32, 4),
-        ("mobilenet_v3_small", "classifier.3", 32, 4),
-        ("squeezenet1_1", "classifier.1", 64, 4),
-        ("small_net", "17", 32, 7),  # as many classes as before
+    for arch, head, size, old, new in (
+        ("resnet18", "fc", 32, 4, 64),  # as many as its first layer has outputs
+        ("mobilenet_v3_small", "classifier.3", 32, 4, 7),
+        ("squeezenet1_1", "classifier.1", 64, 4, 7),
+        ("small_net", "17", 32, 7, 7),
     ):
-        model = model_of(arch, 7, size)
-        before = model_of(arch, classes, size).state_dict()
+        model = model_of(arch, new, size)
+        before = model_of(arch, old, size).state_dict()
         own = {name: value.clone() for name, value in model.state_dict().items()}
-        weights, message = finetune.replace_head(model, before | {"aux.weight": torch.ones(2)}, 7)
+        weights, message = finetune.replace_head(model, before | {"aux.weight": torch.ones(2)}, new)
         model.load_state_dict(weights)
         for name, value in model.state_dict().items():
             kept = own if name.startswith(f"{head}.") else before
             assert torch.equal(value, kept[name]), name
-        assert message.startswith(f"{len(own) - 2} tensors loaded | new: {head}.weight (7,")
-        assert f"left out: {head}.weight ({classes}," in message
+        assert message.startswith(f"{len(own) - 2} tensors loaded | new: {head}.weight ({new},")
+        assert f"left out: {head}.weight ({old}," in message
         assert message.endswith("aux.weight (2,)")
 
 
