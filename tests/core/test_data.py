@@ -252,17 +252,6 @@ def test_every_kind_of_image_file_becomes_rgb(tmp_path):
         assert difference <= (16 if kind == "print.jpg" else 1), kind
 
 
-def test_a_damaged_image_that_a_worker_finds_is_named(large_folder):
-    damaged = large_folder / "train" / "dog" / "003.jpg"
-    damaged.write_bytes(damaged.read_bytes()[:2000])
-    train, _ = load(large_folder)
-    loader = data.build_loader(
-        train, flags("--batch-size", 8, "--workers", 1), range(24), train=True
-    )
-    with pytest.raises(UserError, match=re.escape(f"{damaged} cannot be read as an image")):
-        list(loader)
-
-
 # cifar10 and mnist
 
 
@@ -402,7 +391,7 @@ def test_no_image_of_a_limited_run_is_read_twice(tmp_path):
     train, test = load(tmp_path, "--limit", 30)
     assert len({image.numpy().tobytes() for image in train.images}) == 30
     assert len(test) == 24, "of all"
-    assert train.targets.bincount().min() > 5
+    assert train.targets.bincount(minlength=2).min() > 5
 
 
 def test_photographs_are_normalised_by_imagenets_numbers(large_folder):

@@ -92,11 +92,6 @@ def each_rank(rank, world_size, port, folder):
     torch.save(told, f"{folder}/{rank}.pt")
 
 
-def wrong(case):
-    """Name the case in the message of assert_close."""
-    return lambda message: f"{case}: {message}"
-
-
 @pytest.fixture(scope="module")
 def synced(tmp_path_factory):
     """What each of three ranks was told."""
@@ -113,6 +108,7 @@ def synced(tmp_path_factory):
 
 def test_sync_bn_is_batch_norm_over_the_images_of_all_ranks(synced):
     for case, (_, _, settings) in CASES.items():
+        print(case)  # for the report of a failure
         images, gradients = batches(case)
         expected, state = train_and_test(norm_for(case), torch.cat(images), torch.cat(gradients))
         weights = 0 if settings.get("affine") is False else 2
@@ -123,10 +119,10 @@ def test_sync_bn_is_batch_norm_over_the_images_of_all_ranks(synced):
             parts = [synced[rank][case][0][k] for rank in range(3)]
             # A weight's gradient is each rank's share: DistributedDataParallel adds them up.
             found = sum(parts) if is_weight else torch.cat(parts)
-            torch.testing.assert_close(found, want, rtol=1e-5, atol=atol, msg=wrong(case))
+            torch.testing.assert_close(found, want, rtol=1e-5, atol=atol)
         for rank in range(3):
             found = synced[rank][case][1]
-            torch.testing.assert_close(found, state, rtol=1e-5, atol=1e-5, msg=wrong(case))
+            torch.testing.assert_close(found, state, rtol=1e-5, atol=1e-5)
 
 
 def test_conversion_keeps_all_but_the_kind_of_batch_norm():
