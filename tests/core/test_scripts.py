@@ -39,7 +39,7 @@ def test_a_first_run_sees_loss_fall_and_test_accuracy_rise(run, tmp_path, monkey
     )
 
 
-@pytest.mark.parametrize("script", IN_PROCESS)
+@pytest.mark.parametrize("script", [*IN_PROCESS, "07_fsdp.py"])
 def test_images_are_learned_in_a_new_order_while_the_learning_rate_climbs(
     run, tmp_path, monkeypatch, script
 ):
@@ -68,13 +68,13 @@ def test_images_are_learned_in_a_new_order_while_the_learning_rate_climbs(
     assert "lr 4 -> 0.109375 | seed 5, 1.3 epochs of warm-up\n" in end.out
     assert rates == pytest.approx([0.109375 * min(1, (step + 1) / 9) for step in range(21)])
 
-    if script[:2] in ("03", "05"):
+    if script[:2] in ("03", "05", "07"):
         sampler = torch.utils.data.DistributedSampler(range(50), 1, 0, seed=5)
     else:
         generator = torch.Generator().manual_seed(5)
         sampler = torch.utils.data.RandomSampler(range(50), generator=generator)
     for epoch in range(3):
-        if script[:2] in ("03", "05"):
+        if script[:2] in ("03", "05", "07"):
             sampler.set_epoch(epoch)
         assert fetched[50][49 * epoch : 49 * (epoch + 1)] == list(sampler)[:49]
     assert fetched[24] == 3 * list(range(24))
