@@ -8,7 +8,6 @@ from imagenet.sampler import GlobalBatchSampler
 @pytest.mark.parametrize("images", [7, 24, 101])
 @pytest.mark.parametrize("batch_size", [1, 6, 10])
 def test_any_world_takes_the_images_of_a_step_once_each(images, batch_size):
-    """Any world takes the images of a step once each in equal pieces."""
     alone = GlobalBatchSampler(images, batch_size, 0, 1, seed=3)
     alone.set_epoch(2)
     steps = [sorted(batch) for batch in alone]
@@ -35,8 +34,6 @@ def test_any_world_takes_the_images_of_a_step_once_each(images, batch_size):
 
 
 def test_the_order_changes_with_the_epoch_and_the_seed_alone():
-    """The order changes with the epoch and the seed and nothing else."""
-
     def order(seed, epoch):
         batches = GlobalBatchSampler(50, 10, 0, 1, seed=seed)
         batches.set_epoch(epoch)

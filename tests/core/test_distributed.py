@@ -33,7 +33,6 @@ from common.distributed import (
     rendezvous,
     setup_device,
     setup_distributed,
-    sum_over_ranks,
 )
 
 
@@ -74,7 +73,6 @@ OTHER |= {"PMI_RANK": 9, "PMI_SIZE": 99}
         (by_hand(), ("torchrun", 1, 4, 1, 2, ("node0", 29500, ""))),
         (without(by_hand(), "LOCAL_WORLD_SIZE"),
          ("torchrun", 1, 4, 1, None, ("node0", 29500, ""))),
-        ({"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}, ("torchrun", 0, 1, 0, 1, None)),
         (srun(**OTHER), ("srun", 1, 4, 1, 2, ("n01", 15719, "7.0"))),
         (srun(SLURM_STEP_ID=4294967290), ("srun", 1, 4, 1, 2, ("n01", 25735, "7.4294967290"))),
         (srun(MASTER_PORT=4000, MASTER_ADDR="fd00::1"),
@@ -102,7 +100,6 @@ def test_a_port_is_used_unless_the_environment_names_one(environment):
 
 
 def test_the_shell_of_an_sbatch_file_is_one_process(environment, caplog):
-    """The shell of an sbatch file is told that it is one process."""
     environment(**SBATCH_SHELL)
     find()
     command = f"srun python {distributed.SCRIPT}"
@@ -121,7 +118,6 @@ def nodes(**more):
 
 NO_NUMBERS = [
     (torchrun, "RANK", 4, "from 0 to 3; torchrun --nproc-per-node=2 "),
-    (torchrun, "RANK", -1, "from 0 to 3; torchrun "),
     (torchrun, "WORLD_SIZE", 0, "of 1 or more; torchrun "),
     (torchrun, "LOCAL_RANK", 2, "from 0 to 1; torchrun "),
     (torchrun, "LOCAL_WORLD_SIZE", 5, "from 1 to 4; torchrun "),
@@ -179,7 +175,6 @@ def test_wrong_variables_are_named_with_what_works(environment, variables, found
 
 
 def test_a_spawned_process_does_not_take_its_parents_rank(environment, monkeypatch, caplog):
-    """A process that a launched script spawned does not take its parents rank."""
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
     for variables, launcher in ((slurm_step(), "srun"), (mpirun(), "mpirun")):
         environment(**variables)
@@ -221,7 +216,6 @@ def test_each_local_process_takes_the_gpu_of_its_local_rank(environment, gpus):
 
 
 def test_a_task_that_sees_one_gpu_takes_that_one(environment, gpus):
-    """A task that sees one gpu takes that one whatever its local rank."""
     for variables in (srun(3), torchrun(3), mpirun()):
         environment(**variables, CUDA_VISIBLE_DEVICES=3)
         gpus(1)
@@ -229,7 +223,6 @@ def test_a_task_that_sees_one_gpu_takes_that_one(environment, gpus):
 
 
 def test_one_slurm_task_with_several_gpus_is_refused(environment, gpus):
-    """One slurm task with several gpus is refused with the ways that work."""
     alone = srun(0, 2, SLURM_STEP_TASKS_PER_NODE="1(x2)")
     environment(**alone)
     gpus(2)
@@ -247,24 +240,13 @@ def test_one_slurm_task_with_several_gpus_is_refused(environment, gpus):
 
 
 def test_accelerators_with_a_backend_of_their_own_are_used(environment, gpus):
-    """Accelerators with a backend of their own are used and apples is not."""
     gpus(2, "xpu")
     assert setup_device(1, 2) == torch.device("xpu", 1)
     gpus(1, "mps")
     assert setup_device(0, 1) == torch.device("cpu")
 
 
-def test_more_processes_than_gpus_are_refused(environment, gpus):
-    environment(**torchrun())
-    gpus(2)
-    found = r"3 processes on this machine, 2 GPU\(s\): expected .*--nproc-per-node=2"
-    with pytest.raises(LaunchError, match=found):
-        setup_device(0, 3)
-
-
 def test_two_ranks_of_one_torchrun_do_not_share_a_gpu(environment, gpus, monkeypatch):
-    """Two ranks on the one gpu that torchrun sees are refused by name."""
-
     def started_by(**variables):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
         parent = subprocess.Popen(["sh", "-c", "echo started; read line"], env=variables, **pipes)
@@ -275,7 +257,8 @@ def test_two_ranks_of_one_torchrun_do_not_share_a_gpu(environment, gpus, monkeyp
     environment(TORCHELASTIC_RUN_ID="none", CUDA_VISIBLE_DEVICES=0)
     gpus(1)
     started_by(CUDA_VISIBLE_DEVICES="0")
-    found = r"2 processes on this machine, 1 GPU\(s\) in CUDA_VISIBLE_DEVICES=0: expected a GPU for"
+    found = r"2 processes on this machine, 1 GPU\(s\) in CUDA_VISIBLE_DEVICES=0: expected a "
+    found += "GPU for each; torchrun --nproc-per-node=1"
     with pytest.raises(LaunchError, match=found):
         setup_device(1, 2)
     for variables in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):  # something between gave it this GPU
@@ -334,16 +317,6 @@ def test_local_processes_share_the_cores_that_they_may_use(
     assert found == cores and isinstance(found, int)
 
 
-def test_threads_are_the_share_of_cores_unless_set(environment, monkeypatch):
-    """Threads are the share of cores unless the environment says how many."""
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    setup_device(0, 1)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    setup_device(0, 10_000)
-    assert chosen == [1]
-
-
 # Where ranks rendezvous
 
 
@@ -362,14 +335,6 @@ def test_a_rank_that_is_there_twice_is_named_to_all():
     """Also to rank 2, which joins after rank 0 has read of it."""
     late = meet(4, [0, 1, 1, 2], timeout=10, before=lambda rank: time.sleep(0.7 * (rank == 2)))
     assert all("rank 1 is claimed twice, by process" in result for result in late), late
-
-
-def test_a_rank_that_is_there_a_second_time_later_is_turned_away():
-    port = free_port()
-    first = meet(2, [0, 1], port)
-    assert all(isinstance(store, dist.Store) for store in first)
-    (late,) = meet(2, [1], port)
-    assert "rank 1 is claimed twice, by process" in late
 
 
 def test_a_gpu_that_is_there_twice_is_named(monkeypatch):
@@ -464,15 +429,6 @@ def test_a_port_that_this_user_may_not_use_is_named(monkeypatch):
     assert "port 80 of this machine cannot be used (The server" in result and "\n" not in result
 
 
-def test_a_machine_on_which_no_port_can_be_used_is_told_so(monkeypatch):
-    def refuse(*_):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(socket.socket, "bind", refuse)
-    with pytest.raises(LaunchError, match=r"none of 100 ports from .* can be used"):
-        free_port()
-
-
 def test_a_port_that_is_taken_is_named_with_a_free_one():
     with socket.create_server(("", 0)) as stranger:  # which says nothing to those who connect
         port = stranger.getsockname()[1]
@@ -516,7 +472,7 @@ def test_the_store_has_the_timeout_of_the_job():
 
 
 def test_setup_distributed_twice_is_refused(environment):
-    """Setup distributed twice is refused and once more after the group is destroyed is not."""
+    """Once more after the group is destroyed is not."""
     with distributed.cleaned_up():
         d = setup_distributed()
         assert (d.rank, d.world_size, d.launcher, d.backend) == (0, 1, "python", "gloo")
@@ -541,15 +497,6 @@ def test_an_error_frees_the_model_that_its_frames_hold():
     with pytest.raises(OSError, match="disk full") as error, distributed.cleaned_up():
         train()
     assert watched[0]() is None and error.value.__traceback__
-
-
-def test_sum_over_ranks_is_a_new_tensor():
-    """A caller goes on counting in its own."""
-    setup_distributed()
-    mine = torch.ones(2)
-    total = sum_over_ranks(mine)
-    total += 1
-    assert mine.tolist() == [1, 1]
 
 
 # The variables that it sets, and those who find them

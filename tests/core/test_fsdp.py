@@ -197,12 +197,6 @@ def test_a_checkpointed_block_keeps_its_input_alone():
     assert (plain_updates, updates) == (1, 2)
 
 
-def test_the_saved_file_is_plain_and_whole(train):
-    weights = train(2).weights
-    assert {type(value) for value in weights.values()} == {torch.Tensor}
-    MnistNet(3, (8, 8), 2).load_state_dict(weights)
-
-
 def test_the_blocks_of_a_model_are_its_layers():
     """Where nn.Sequential's are stages of blocks, too, and inside of blocks."""
     with torch.device("meta"):  # without memory and random numbers for the weights

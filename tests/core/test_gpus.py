@@ -1,6 +1,7 @@
 """What is different on GPUs, as far as a machine without one can test it."""
 
 import copy
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -87,14 +88,13 @@ class BatchNormAct(nn.BatchNorm2d):
 
 
 def test_a_batch_norm_that_does_more_is_not_replaced():
-    """A batch norm that does more is not replaced by one that does not."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), BatchNormAct(4))
     with pytest.raises(
         UserError, match="BatchNormAct may do more than batch norm; leave out --sync-bn"
     ):
         convert_sync_batchnorm(model)
-    twice = convert_sync_batchnorm(convert_sync_batchnorm(model_with_batch_norm()))
-    assert type(twice[1]).__name__ == "SyncBatchNorm"
+    twice = convert_sync_batchnorm(convert_sync_batchnorm(nn.BatchNorm2d(4)))
+    assert type(twice).__name__ == "SyncBatchNorm"
 
 
 def test_a_checkpoint_without_a_scaler_continues_as_fp16():
@@ -194,13 +194,19 @@ def test_compiling_needs_the_compiler_that_is_named_or_any(monkeypatch):
 
 
 TORCHRUN = torchrun(3)
-# The last rank of two machines with two GPUs each
-RANK_3 = {
-    "03_mnmc_ddp_launch.py": TORCHRUN,
-    "04_mnmc_ddp_mp.py": {},
-    "05_mnmc_ddp_slurm.py": srun(3),
-    "07_fsdp.py": TORCHRUN,
-}
+URL = "tcp://10.0.0.1:29500"
+# Of a job of four machines; its step has two.
+JOB = {"SLURM_NODELIST": "n[1-4]", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_JOB_NUM_NODES": 4}
+JOB |= {"SLURM_NPROCS": 16, "SLURM_NTASKS": 16, "SLURM_TASKS_PER_NODE": "4(x4)"}
+GIVEN = {"MASTER_ADDR": "ib1", "MASTER_PORT": "29501"}
+# The last rank of two machines with two GPUs each, and where it finds rank 0
+RANK_3 = [
+    ("03_mnmc_ddp_launch.py", TORCHRUN, ["node0", "29500"]),
+    ("04_mnmc_ddp_mp.py", {}, [None, None]),
+    ("05_mnmc_ddp_slurm.py", srun(3) | JOB, ["n01", "12007"]),
+    ("05_mnmc_ddp_slurm.py", srun(3) | GIVEN, ["ib1", "29501"]),
+    ("07_fsdp.py", TORCHRUN, ["node0", "29500"]),
+]
 
 
 class Reached(Exception):
@@ -224,19 +230,21 @@ def joined(monkeypatch):
     return given
 
 
-@pytest.mark.parametrize("script", RANK_3)
+@pytest.mark.parametrize(("script", "variables", "address"), RANK_3)
 def test_03_to_05_and_07_join_with_their_gpu_and_the_shared_timeout(
-    script, joined, environment, monkeypatch
+    script, variables, address, joined, environment, monkeypatch
 ):
-    environment(**RANK_3[script])
+    environment(**variables)
     monkeypatch.setattr(distributed, "TIMEOUT", 33)
     main = runpy.run_path(str(ROOT / script))["main"]
-    args = SimpleNamespace(nproc_per_node=2, nodes=2, node_rank=1, dist_url="tcp://127.0.0.1:1")
+    args = SimpleNamespace(nproc_per_node=2, nodes=2, node_rank=1, dist_url=URL)
     with pytest.raises(Reached):
         main(*[1] * (script[:2] == "04"), args)
     assert joined["backend"] == "nccl" and joined["device_id"] == 1
     assert joined["timeout"] == 33
     assert [joined.get("rank", 3), joined.get("world_size", 4)] == [3, 4]
+    assert [os.environ.get(name) for name in GIVEN] == address
+    assert joined.get("init_method") == (URL if script[:2] == "04" else None)
 
 
 def test_setup_distributed_binds_the_process_group_to_its_gpu(joined, environment):

@@ -16,7 +16,7 @@ from imagenet.resume import check_same_run, micro_batches
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.rare)])
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     train, one_each, tmp_path, world_size
 ):

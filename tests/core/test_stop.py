@@ -155,7 +155,7 @@ def test_a_rank_ends_with_its_torchrun_alone(run_06, monkeypatch):
 
 
 def test_a_worker_waits_for_the_signal_of_its_torchrun(monkeypatch):
-    """A worker that stops for its torchrun waits for the signal, and ignores later ones."""
+    """And ignores later ones."""
     waits = []
     handlers = {}
 

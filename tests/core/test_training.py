@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from imagenet_runs import SMALL_06, final, parse_06, same, script
+from imagenet_runs import SMALL_06, final, parse_06, script
 from needs import need
 from ranks import Ranks
 
@@ -74,36 +74,6 @@ def test_ranks_exchange_gradients_once_per_step(observed):
 def test_a_rank_without_a_test_image_leaves_the_model_alone(observed):
     ranks, _ = observed
     assert ranks.output().count("| 1 images |") == 2
-
-
-class Silent:
-    """A Progress that neither prints nor measures."""
-
-    def __init__(self, args, d, batches, ddp):
-        pass
-
-    def __getattr__(self, name):
-        return lambda *args: None
-
-    def timed(self, loader, *args):
-        return iter(loader)
-
-
-def without_progress(rank):
-    from imagenet import progress
-
-    progress.Progress = Silent
-
-
-def test_without_its_progress_06_ends_with_the_same_weights(train, tmp_path):
-    """Without the progress object a training ends with the same weights."""
-    flags = ["--dummy", 36, "--batch-size", 12, "--epochs", 2, "--accumulate", 2, "--deterministic"]
-    flags += ["--arch", "mnist_net"]
-    shown = train("shown", 2, *flags)
-    silent = train("silent", 2, *flags, prepare=without_progress)
-    assert shown.wait() == silent.wait() == [0, 0], shown.output() + silent.output()
-    assert "==" in shown.output() and "==" not in silent.output()
-    assert same(final(tmp_path / "shown")["model"], final(tmp_path / "silent")["model"])
 
 
 def rising_and_falling_accuracy(rank):

@@ -117,7 +117,3 @@ def test_a_vote_costs_a_hundredth_of_a_step(votes, monkeypatch, vote, step, ever
         assert votes.count() == (False, False)
         now[0] += step
     assert votes.every == every
-
-
-def test_a_vote_is_timed_before_training(votes):
-    assert 0 < votes.seconds < 60

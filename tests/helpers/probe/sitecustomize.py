@@ -1,10 +1,8 @@
-"""Log what a script of the ladder trains on. Python imports this file at startup if its folder is
-on PYTHONPATH.
+"""Log what a script of the ladder trains on.
 
-Each process appends to $PROBE/PID.jsonl the indices of every batch, every loss and, in evaluation,
-the sum of the batch norm statistics. Dropout is switched off: each rank draws its own random
-numbers, so results would depend on the world size. With PROBE_DTYPE=float64, the model computes in
-float64.
+Each process appends to $PROBE/PID.jsonl the indices of every batch and every loss. Dropout is
+switched off: each rank draws its own random numbers, so results would depend on the world size.
+With PROBE_DTYPE=float64, the model computes in float64.
 """
 
 import json
@@ -38,12 +36,7 @@ def build(args, dataset, original=models.build_model):
     model = original(args, dataset)
     dtype = getattr(torch, os.environ.get("PROBE_DTYPE", "float32"))
 
-    def before(model, images):
-        if not model.training:
-            tell(statistics=sum(buffer.double().sum().item() for buffer in model.buffers()))
-        return images[0].to(dtype)
-
-    model.register_forward_pre_hook(before)
+    model.register_forward_pre_hook(lambda _, images: images[0].to(dtype))
     return model.to(dtype)
 
 
