@@ -128,7 +128,6 @@ LINE = solution_with("HERE").splitlines().index("HERE") + 1
         ("raise ValueError('odd')", f"rank 0, line {LINE}, `raise ValueError('odd')`: ValueError"),
         ("if rank: raise SystemExit(3)", "The program failed: rank 1 has ended with exit code 3."),
         ("import os; os.kill(os.getpid(), 9)", "The program failed: rank 0 was killed."),
-        ("import os\nif rank: os.kill(os.getpid(), 9)", "The program failed: rank 1 was killed."),
         ("if rank: raise SystemExit", "but rank 1 has ended with exit code 0."),
         ("net = model; del model", "I expected a variable `model` at the end of the program"),
         ("raise SystemExit", "I see no image that is trained"),
@@ -161,18 +160,6 @@ def ranks_left():
 
 def is_server(process):
     return "forkserver" in " ".join(process.cmdline())
-
-
-@pytest.mark.timeout(120)
-def test_a_judge_that_does_not_answer_is_stopped(monkeypatch):
-    monkeypatch.setattr(runner, "LIMIT", 1)
-    monkeypatch.setattr(runner, "answer", never)
-    with pytest.raises(RuntimeError, match="did not answer within 1 seconds"):
-        runner.ask("setups", 1)
-
-
-def never(*arguments):
-    time.sleep(1000)
 
 
 def test_random_numbers_begin_differently_on_each_rank_as_in_processes_of_their_own(judge):

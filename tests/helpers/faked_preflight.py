@@ -1,6 +1,6 @@
 """Run launch/preflight.py with faults: FAKE names them, FAKE_RANK their rank (default: 1).
 
-"gpu" and "machine" are faults of all ranks. Without FAKE, nothing is wrong.
+"machine" is a fault of all ranks. Without FAKE, nothing is wrong.
 """
 
 import os
@@ -28,11 +28,6 @@ def end(signal_number):
     return lambda *_: os.kill(os.getpid(), signal_number)
 
 
-def same_gpu(facts):
-    """Return a replacement for facts(): all ranks report the same GPU."""
-    return lambda *args: facts(*args) | {"device_id": "GPU-0d1e", "gpus": 1}
-
-
 def machine():
     """Give this machine the GPUs, adapters and limits that the folder FAKE_MACHINE describes."""
     folder = Path(os.environ["FAKE_MACHINE"])
@@ -49,12 +44,10 @@ def machine():
 
 FAKES = {
     "machine": machine,
-    "gpu": lambda: setattr(preflight, "facts", same_gpu(preflight.facts)),
     "torch": lambda: setattr(torch, "__version__", "2.6.0+cu124"),
     "code": lambda: setattr(facts_module, "code_hash", lambda: "0badc0de"),
     "clock": lambda: setattr(preflight, "clock", lambda: time.time() + 20),
     "killed": lambda: setattr(preflight, "facts", end(signal.SIGKILL)),
-    "stopped": lambda: setattr(preflight, "facts", end(signal.SIGSTOP)),
     "killed in all_reduce": lambda: setattr(all_reduce, "time_all_reduce", end(signal.SIGKILL)),
     "stopped in all_reduce": lambda: setattr(all_reduce, "time_all_reduce", end(signal.SIGSTOP)),
 }
@@ -63,6 +56,6 @@ if __name__ == "__main__":
     with one_line_errors():
         _, ranks = find_launcher(original_environment())
         for fake in filter(None, os.environ.get("FAKE", "").split(",")):
-            if fake in ("gpu", "machine") or ranks.rank == int(os.environ.get("FAKE_RANK", 1)):
+            if fake == "machine" or ranks.rank == int(os.environ.get("FAKE_RANK", 1)):
                 FAKES[fake]()
         preflight.main()

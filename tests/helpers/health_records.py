@@ -104,7 +104,6 @@ MISMATCH = (
     18,
     "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.161",
 )
-NO_DEVICE = (6, "No devices were found")
 
 # Lines of the kernel's log: NVIDIA/NVSentinel#155, stas00/ml-engineering, NVIDIA's page on Xids,
 # tests of GPU monitors; the times are ours

@@ -1,16 +1,10 @@
 """Provoke the errors that a first user of Slurm meets, on clusters of their own.
 
-The tests compare them with docs/troubleshooting.md. To see all of them:
-
-    sudo .venv/bin/python tests/helpers/slurm_errors.py
+The tests compare them with docs/troubleshooting.md.
 """
 
-import sys
 import tempfile
-import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.lab import slurm_cluster
 from tools.lab.slurm_cluster import SlurmCluster, wait_until
@@ -197,16 +191,3 @@ def provoke(cluster_class, mistakes):
         cluster_class(folder) as cluster,
     ):
         return "".join(mistake(cluster) for mistake in mistakes)
-
-
-def main():
-    start = time.monotonic()
-    print(provoke(Strict, [refused, not_again, steps]))
-    print(provoke(Lenient, [pending]))
-    if MEMORY.is_dir():
-        print(provoke(Confined, [out_of_memory, time_limit]))
-    print(f"{time.monotonic() - start:.0f} s")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 its API accepts.
 
 Those for Slurm run in test_slurm.py and test_slurm_elastic.py, the 06_*.sh and store.py in
-test_drill.py.
+test_drill.py as well.
 """
 
 import importlib
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from common.distributed import free_port
 from imagenet.signals import EXIT_REQUEUE
+from launch import store
 
 LAUNCH = ROOT / "launch"
 CONTAINERS = LAUNCH / "containers"
@@ -175,6 +177,34 @@ def test_mpirun_sh_passes_the_address_of_rank_0_to_all_machines(
     expected = {"PATH", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     assert passed_on == expected
     assert given[-2:] == ["train.py", "--lr=1"] and given[-3].endswith("/python")
+
+
+# The store
+
+
+def test_the_store_listens_on_the_port_of_06_elastic_or_another_one(monkeypatch):
+    text = (LAUNCH / "06_elastic.sh").read_text()
+    default = int(re.search(r"STORE:-[\d.]+:(\d+)}", text)[1])
+    for given, port in (([], default), (["--port", "1"], 1), (["--port", "65535"], 65535)):
+        monkeypatch.setattr(sys, "argv", ["store.py", *given])
+        assert store.parse_args().port == port
+    for port in ("0", "65536"):
+        monkeypatch.setattr(sys, "argv", ["store.py", "--port", port])
+        expected = f"^store.py: error: argument --port: found {port}, expected 1 to 65535$"
+        with pytest.raises(SystemExit, match=expected):
+            store.parse_args()
+
+
+def test_the_store_takes_both_kinds_of_addresses_where_there_are_both(monkeypatch):
+    has_both = socket.has_dualstack_ipv6()
+    for dual in {has_both, False}:
+        monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda dual=dual: dual)
+        port = free_port()
+        with store.bind(port) as bound:
+            assert bound.family == (socket.AF_INET6 if dual else socket.AF_INET)
+            bound.listen()
+            for host in ["127.0.0.1", "::1"] if dual else ["127.0.0.1"]:
+                socket.create_connection((host, port), timeout=10).close()
 
 
 # What is wrong

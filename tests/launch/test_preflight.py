@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-import torchvision
 from processes import finished
 
 from common.distributed import LaunchError, Ranks
@@ -89,32 +88,12 @@ def test_a_wrong_interface_is_named_with_the_line_that_mends_it(hosts):
 
 
 @pytest.mark.slow
-def test_a_shared_gpu_versions_code_and_clock_are_each_named(hosts):
-    code, out, err = on_two(hosts, fake="gpu,torch,code,clock")
-    assert code == 1, err
-    assert failed(out) == {
-        "devices": "ranks 0-1 on host1, host2 share one GPU (GPU-0d1e)",
-        "versions": re.search(r"torch \S+ on rank 0; torch 2\.6\.0\+cu124 on rank 1", out)[0],
-        "code": re.search(r"the scripts differ: \w{8} on rank 0; 0badc0de on rank 1", out)[0],
-        "clocks": "rank 1 on host2 is 20 s ahead of rank 0",
-    }
-
-
-@pytest.mark.slow
 def test_a_rank_that_stands_still_in_all_reduce_is_named(hosts):
     code, out, err = on_two(hosts, fake="stopped in all_reduce")
     assert code == 1, err
     assert failed(out) == {
         "all_reduce": "no sign of life: rank 1 on host2, last at all_reduce of 4 KiB"
     }
-
-
-@pytest.mark.slow
-def test_without_rank_0_the_others_say_so_and_end(hosts):
-    given = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": 29500}
-    code, _, err = finished(hosts.popen(1, "python", "launch/preflight.py", variables=given))
-    expected = "preflight.py: error: rank 1 could not reach rank 0 at 10.77.0.1:29500"
-    assert code == 2 and expected in err
 
 
 # On a Slurm cluster
@@ -152,8 +131,8 @@ def test_a_task_that_dies_is_named(slurm):
 def test_a_torchrun_in_each_of_two_tasks_is_refused(slurm):
     command = ["srun", "--ntasks=2", "--nodes=1", "torchrun", "--standalone", "--nproc-per-node=2"]
     end = slurm.run(*command, "launch/preflight.py")
-    expected = "srun has started 2 tasks with a torchrun on 1 machine(s): expected one"
-    assert end.returncode != 0 and expected in end.stderr
+    found = "SLURM_STEP_NUM_TASKS=2: srun has started 2 tasks with a torchrun on 1 machine(s)"
+    assert end.returncode != 0 and f"preflight.py: error: {found}" in end.stderr
 
 
 # Verdicts on what ranks may say of themselves
@@ -371,25 +350,17 @@ def test_the_code_differs_if_a_file_of_any_folder_does(tmp_path, monkeypatch):
     assert len(hashes) == 6
 
 
-def test_the_facts_of_a_rank_are_those_of_psutil(monkeypatch):
+def test_a_rank_tells_its_cores_free_memory_and_only_the_listed_variables(monkeypatch):
     usage = {"/dev/shm": SimpleNamespace(total=2**33, used=5 * 2**30, free=3 * 2**30)}
     monkeypatch.setattr(facts.shutil, "disk_usage", usage.get)
     given = dict.fromkeys(facts.VARIABLES, "1")
     for name, value in (given | {"AWS_SECRET_ACCESS_KEY": "hunter3"}).items():
         monkeypatch.setenv(name, value)
     told = facts.facts("python", ALONE)
-    process = psutil.Process()
-    assert told["cores"] == sorted(process.cpu_affinity()) and told["pid"] == process.pid
-    assert told["threads"] == torch.get_num_threads()
+    assert told["cores"] == sorted(psutil.Process().cpu_affinity())
+    assert told["interfaces"]["lo"] == "127.0.0.1"
     assert told["shared_memory"] in (3 * 2**30, None)  # None: a system without it
-    addresses = {
-        name: next((a.address for a in found if a.family == socket.AF_INET), None)
-        for name, found in psutil.net_if_addrs().items()
-    }
-    assert told["interfaces"] == {name: address for name, address in addresses.items() if address}
     assert told["variables"] == given
-    network = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE"}
-    assert network | {"NCCL_DEBUG"} <= given.keys()
 
 
 def test_the_interface_of_a_backend_is_found_in_its_own_order(monkeypatch):
@@ -557,33 +528,18 @@ def test_the_report_tells_ranks_verdicts_and_speeds():
     """Of four ranks: 64 MiB in 100 ms. The gradients of ResNet-50 take as much longer as they are
     larger.
     """
-    times = [(4096, 0.00025), (2**20, 0.002), (2**26, 0.1)]
-    with torch.device("meta"):
-        gradients = sum(weight.nbytes for weight in torchvision.models.resnet50().parameters())
+    times = [(4096, 0.00025), (2**26, 0.1)]
     speed = checks.check_all_reduce(all_reduce.Outcome(times, None, {}, []), FOUR)
-    milliseconds = f"{100 * gradients / 2**26:.1f} ms"
-    assert speed.found == f"the gradients of ResNet-50 (102 MB) take {milliseconds}"
+    assert speed.found == "the gradients of ResNet-50 (102 MB) take 152.3 ms"
     behind = checks.Check("clocks", "FAIL", "20 s behind", "timedatectl set-ntp true")
     done = [behind, checks.Check("port", "warn", "busy"), speed]
     shown = show.as_text(FOUR[::-1], {0: 0.0, 1: -0.26}, done, times)
     heads, first, second, *_ = shown.splitlines()
-    names = ["rank", "host", "pid", "device", "listens at", "torch", "NCCL", "code", "clock"]
-    assert re.split("  +", heads) == [*names, "threads"]
     row = ["0", "n0", "100", "cpu", "10.0.0.0 (eth0)", "2.9.0", "abcdef01", "+0.0 s", "2"]
     assert re.split("  +", first) == row and second.index("-0.3 s") == heads.index("clock")
-    assert (
-        "\nFAIL  clocks         20 s behind\n      change this:   timedatectl set-ntp true\n"
-        "warn  port           busy\nok    all_reduce     the gradients"
-    ) in shown
     # 4096 bytes * 1.5 / 0.25 ms: each of four ranks sends 1.5 bytes per byte.
-    for speeds in (
-        r"4 KiB +0\.25 ms +0\.02",
-        r"1 MiB +2\.00 ms +0\.79",
-        r"64 MiB +100\.00 ms +1\.01",
-    ):
-        assert re.search(rf"^{speeds} GB/s$", shown, re.M), shown
+    assert re.search(r"^4 KiB +0\.25 ms +0\.02 GB/s$", shown, re.M), shown
     assert shown.endswith("preflight: 1 of 3 checks failed, 1 with a warning")
     report = json.loads(show.as_json(FOUR, {"1": -0.26}, done, times))
-    assert report["clocks"] == {"1": -0.26} and report["ranks"][3]["pid"] == 103
-    assert report["checks"][0] == behind._asdict()
-    assert report["all_reduce"][2]["bus_bandwidth"] == pytest.approx(1.5 * 2**26 / 0.1)
+    assert report["clocks"] == {"1": -0.26} and report["checks"][0] == behind._asdict()
+    assert report["all_reduce"][1]["bus_bandwidth"] == pytest.approx(1.5 * 2**26 / 0.1)

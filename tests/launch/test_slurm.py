@@ -267,15 +267,3 @@ def test_a_killed_task_ends_the_others_and_srun_fails(slurm, kill_on_bad_exit, s
     assert "05_mnmc_ddp_slurm.py: error: lost another rank (" in err or kill_on_bad_exit
     assert "Killed" in err
     assert wait_until(lambda: not slurm.processes(), 60)
-
-
-@pytest.mark.slow
-def test_scancel_leaves_no_process(slurm, small_folder):
-    job = slurm.sbatch(
-        ROOT / "launch/slurm/05_srun.sbatch", *QUICK, small_folder, "--epochs", 100000
-    )
-    assert wait_until(lambda: "== test: [1/" in slurm.output(job), 90), slurm.output(job)
-    assert len([p for p in slurm.tasks() if "python" in p.name()]) == 4
-    slurm.cancel(job)
-    state, _ = slurm.wait(job)
-    assert state == "CANCELLED" and wait_until(lambda: not slurm.processes(), 60)
