@@ -11,10 +11,8 @@ with the missing runs. Every second repeat runs in reverse order, so that slow c
 machine, such as its temperature, affect all runs equally.
 """
 
-import argparse
 import contextlib
 import json
-import math
 import os
 import re
 import shlex
@@ -26,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.distributed import cores_per_process
 from common.errors import UserError, one_line_errors
-from common.flags import whole_number
+from common.flags import Parser, whole_number
 from common.records import device_name
 from tools.bench.measure import pick_device
 from tools.records import RESULTS, ROOT, RecordError, read, to_run
@@ -58,12 +57,12 @@ def speed(machine, args, repeat):
     most = max(args.processes)
 
     def command(start, batch, shares=1, processes=1):
-        images = shares * (args.limit or 30 * size)
+        images = shares * 30 * size
         epochs = 1
         if not on_cpu:
             # the whole data set several times, or a run would take less than ten seconds
-            images = args.limit or GPU_IMAGES
-            epochs = args.epochs or GPU_EPOCHS * processes
+            images = GPU_IMAGES
+            epochs = GPU_EPOCHS * processes
         flags = f"--batch-size {batch} --limit {images} --epochs {epochs}{extra(args)}"
         return f"{start} {flags} --seed {repeat}"
 
@@ -96,17 +95,17 @@ def speed(machine, args, repeat):
 def syncbn(machine, args, repeat):
     """Test accuracy with and without SyncBN, by images per process, beside one process."""
     flags = (
-        f"{real_images(args)} --limit {args.limit or 12800} --epochs {args.epochs or 1} "
-        f"--arch {args.arch or 'small_net'} --lr 0.4 --batch-size"
+        f"{real_images(args)} --limit 12800 --epochs 1 --arch {args.arch or 'small_net'} "
+        "--lr 0.4 --batch-size"
     )
     commands = []
-    for n in args.processes:
+    for n in several(args):
         for batch in SYNCBN_BATCHES:
-            several = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} {batch} --seed {repeat}"
+            pair = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} {batch} --seed {repeat}"
             commands += [
                 f"python 01_snsc.py {flags} {n * batch} --seed {repeat}",
-                several,
-                f"{several} --sync-bn",
+                pair,
+                f"{pair} --sync-bn",
             ]
     # 2 x 8 and 4 x 4 images give the same command for one process
     return list(dict.fromkeys(commands))
@@ -114,17 +113,16 @@ def syncbn(machine, args, repeat):
 
 def accuracy(machine, args, repeat):
     """Accuracy by number of processes: as published, with one global batch, with warm-up."""
-    flags = f"{real_images(args)}{limit(args)}"
-    epochs = f"--epochs {args.epochs or 5}"
+    flags = real_images(args)
     last = f"{arch(args)} --seed {repeat}"
-    commands = [f"python 01_snsc.py {flags} {epochs} --lr-scaling none{last}"]
-    for n in (n for n in args.processes if n > 1):
+    commands = [f"python 01_snsc.py {flags} --epochs 5 --lr-scaling none{last}"]
+    for n in several(args):
         start = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size"
         warmup = max(1, n.bit_length() - 2)  # 1, 1, 2, 3 epochs for 2, 4, 8, 16 processes
         commands += [
-            f"{start} {PUBLISHED_BATCH} {epochs} --lr 0.02 --lr-scaling none{last}",
-            f"{start} {PUBLISHED_BATCH} {epochs} --warmup-epochs {warmup}{last}",
-            f"{start} {PUBLISHED_BATCH // n} {epochs} --lr-scaling none{last}",
+            f"{start} {PUBLISHED_BATCH} --epochs 5 --lr 0.02 --lr-scaling none{last}",
+            f"{start} {PUBLISHED_BATCH} --epochs 5 --warmup-epochs {warmup}{last}",
+            f"{start} {PUBLISHED_BATCH // n} --epochs 5 --lr-scaling none{last}",
         ]
     return commands
 
@@ -135,8 +133,8 @@ def resnet20(machine, args, repeat):
     Batch size and learning rate are those of GluonCV's published log.
     """
     flags = (
-        f"{real_images(args)}{limit(args)} --epochs {args.epochs or 10} "
-        f"--arch {args.arch or 'cifar_resnet20'} --lr 0.1 --lr-scaling none"
+        f"{real_images(args)} --epochs 10 --arch {args.arch or 'cifar_resnet20'} --lr 0.1 "
+        "--lr-scaling none"
     )
     commands = []
     for n in args.processes:
@@ -173,7 +171,7 @@ def my_ddp(machine, args, repeat):
     flags = f"--batch-size 32 --repeats 3{extra(args)} --seed {repeat}"
     return [
         f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/my_ddp.py {flags}"
-        for n in args.processes
+        for n in several(args)
     ]
 
 
@@ -181,20 +179,23 @@ class Experiment(NamedTuple):
     commands: Callable
     repeats: int
     on_cpus: list | None  # the numbers of processes on CPUs; None: as on GPUs
-    least: int = 1  # how many numbers of processes it needs
-    needs: str = ""
+    least: int  # processes that its largest run needs
 
 
-SEVERAL = "two processes or more"
 EXPERIMENTS = {
-    "speed": Experiment(speed, 3, None),
-    "syncbn": Experiment(syncbn, 3, [2, 4], 1, SEVERAL),
-    "resnet20": Experiment(resnet20, 1, [1, 2]),
-    "accuracy": Experiment(accuracy, 1, [1, 2, 4, 8, 16], 2, "one process and more"),
-    "scaling": Experiment(scaling, 3, [1, 2, 3, 4, 6, 8], 3, "1, 2 and more processes"),
-    "memory": Experiment(memory, 2, [1, 2, 4], 2, "one process and more"),
-    "my_ddp": Experiment(my_ddp, 3, [2], 1, SEVERAL),
+    "speed": Experiment(speed, 3, None, 1),
+    "syncbn": Experiment(syncbn, 3, [2, 4], 2),
+    "resnet20": Experiment(resnet20, 1, [1, 2], 1),
+    "accuracy": Experiment(accuracy, 1, [1, 2, 4, 8, 16], 2),
+    "scaling": Experiment(scaling, 3, [1, 2, 3, 4, 6, 8], 3),
+    "memory": Experiment(memory, 2, [1, 2, 4], 2),
+    "my_ddp": Experiment(my_ddp, 3, [2], 2),
 }
+
+
+def several(args):
+    """Return the numbers of processes without 1."""
+    return [n for n in args.processes if n > 1]
 
 
 def real_images(args):
@@ -202,10 +203,6 @@ def real_images(args):
     if args.data_dir or (ROOT / "data/cifar10/train").is_dir():
         return f"--dataset folder --data-dir {shlex.quote(args.data_dir or 'data/cifar10')}"
     return "--dataset cifar10 --download"
-
-
-def limit(args):
-    return f" --limit {args.limit}" if args.limit else ""
 
 
 def arch(args):
@@ -267,46 +264,19 @@ class Machine(NamedTuple):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     names = ", ".join(EXPERIMENTS)
     add = parser.add_argument
     add("experiments", nargs="*", metavar="EXPERIMENT", help=f"one or more of {names}")
-    add(
-        "--list",
-        action="store_true",
-        help="list the experiments and the recorded runs; run nothing",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print the commands that are not recorded yet; run nothing",
-    )
-    add(
-        "--machine",
-        type=file_name,
-        metavar="NAME",
-        help="name of this machine (default: made from its device)",
-    )
+    add("--list", action="store_true", help="list experiments and recorded runs; run nothing")
+    add("--dry-run", action="store_true", help="print the commands that are not recorded yet")
+    add("--machine", metavar="NAME", help="name of this machine; by default of its device")
     number = {"type": whole_number(1), "metavar": "N"}
-    add("--processes", nargs="+", **number, help="numbers of processes (default: by machine)")
-    add("--repeats", **number, help="runs per command, seeds 0 to N - 1 (default: 1 or 3)")
-    add("--out", default=RESULTS, metavar="DIR", help="folder of the records (default: results)")
+    add("--processes", nargs="+", **number, help="numbers of processes; by default by machine")
+    add("--repeats", **number, help="runs per command, with seeds 0 to N - 1")
+    add("--out", metavar="DIR", help="folder of the records (default: results)")
     add("--data-dir", metavar="DIR", help="folder of images to use instead of the experiment's")
     add("--arch", metavar="NAME", help="model to use instead of the experiment's")
-    add(
-        "--limit",
-        **number,
-        help="training images; speed without GPUs: per process; not for scaling, memory, my_ddp",
-    )
-    add(
-        "--epochs",
-        **number,
-        help="number of epochs; speed without GPUs uses 1; not for scaling, memory, my_ddp",
-    )
     args = parser.parse_args()
     for name in args.experiments:
         if name not in EXPERIMENTS:
@@ -314,15 +284,6 @@ def parse_args():
     if not args.experiments and not args.list:
         parser.error(f"name one or more of {names}, or see --list")
     return args
-
-
-def file_name(text):
-    """Parse a flag that names a file in results/."""
-    if not re.fullmatch(r"[A-Za-z0-9][-\w.]*", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} given, expected letters, digits, hyphens and dots, as in my-laptop"
-        )
-    return text
 
 
 def plan(name, machine, args):
@@ -337,15 +298,13 @@ def plan(name, machine, args):
         raise UserError(
             f"--processes {counts[-1]}: {machine.devices} GPUs here, and each process needs its own"
         )
-    usable = [n for n in counts if n > 1 or experiment.needs != SEVERAL]
-    if len(usable) < experiment.least:
+    if counts[-1] < experiment.least:
         raise UserError(
-            f"{name} needs {experiment.needs}, "
-            f"found {' '.join(map(str, counts))} on {machine.devices} {machine.kind}: set "
-            "--processes 1 2 4 if there are enough; without GPUs (CUDA_VISIBLE_DEVICES=) "
-            "processes share the cores"
+            f"{name} needs {experiment.least} processes or more, "
+            f"found {counts[-1]} on {machine.devices} {machine.kind}: set --processes 1 2 4 if "
+            "there are enough; without GPUs (CUDA_VISIBLE_DEVICES=) processes share the cores"
         )
-    args = argparse.Namespace(**vars(args) | {"processes": usable})
+    args = SimpleNamespace(**vars(args) | {"processes": counts})
     commands = []
     for repeat in range(args.repeats or experiment.repeats):
         commands += experiment.commands(machine, args, repeat)[:: -1 if repeat % 2 else 1]
@@ -353,23 +312,13 @@ def plan(name, machine, args):
 
 
 def recorded(path):
-    """Return the commands of the complete runs in a file, without their --log-file flags."""
-    last = {}
-    with contextlib.suppress(FileNotFoundError):
-        for record in read(path):
-            command = re.sub(r" --log(-file)? \S+", "", record.get("command", ""))
-            last[command] = max(last.get(command, 0), record.get("epoch", math.inf))
-    epochs = {command: re.search(r" --epochs (\d+)", command) for command in last}
-    return {
-        command
-        for command in last
-        if not epochs[command] or last[command] >= int(epochs[command][1])
-    }
+    """Return the commands of the runs in a file, which holds only runs that have succeeded."""
+    return {record["command"] for record in read(path)} if path.exists() else set()
 
 
 def main(args):
     args.data_dir = args.data_dir and os.path.abspath(args.data_dir)
-    args.out = os.path.abspath(args.out)
+    args.out = os.path.abspath(args.out or RESULTS)
     os.chdir(ROOT)
     machine = Machine.here()
     machine_name = args.machine or machine.name

@@ -15,7 +15,7 @@ an interruption, the same command continues. Damaged images are named and left o
 """
 
 import concurrent.futures
-import contextlib
+import errno
 import io
 import json
 import os
@@ -41,7 +41,7 @@ from common.flags import Parser, number, whole_number
 
 TRAIN_TAR, VAL_TAR, DEVKIT = (ARCHIVE_META[part][0] for part in ("train", "val", "devkit"))
 SETTINGS = "prepared.json"  # in TARGET: with which flags it was made
-SAMPLE = 32  # images that are prepared to estimate the space for all
+QUALITY = 90  # of JPEGs, for resized images
 # what a damaged image raises
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 CHUNK = 256  # images per task of a process
@@ -60,38 +60,14 @@ class Item(NamedTuple):
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add(
-        "source",
-        metavar="SOURCE",
-        help="ImageNet's archives, class folders, or train/ and val/ with class folders",
-    )
+    add("source", metavar="SOURCE", help="archives, class folders, or train/ and val/ with them")
     add("target", metavar="TARGET", help="folder for train/ and val/; continued if it exists")
-    add(
-        "--val-share",
-        type=number(above=0, below=1),
-        metavar="X",
-        help="share of each class for val/, if SOURCE has none",
-    )
-    add(
-        "--short-side",
-        type=whole_number(16),
-        metavar="N",
-        help="resize larger images to N pixels on the short side",
-    )
-    add(
-        "--quality",
-        type=whole_number(1, 100),
-        default=90,
-        metavar="N",
-        help="JPEG quality of resized images",
-    )
-    add(
-        "--workers",
-        type=whole_number(1),
-        default=cores_per_process(1),
-        metavar="N",
-        help="number of processes",
-    )
+    share = number(above=0, below=1)
+    add("--val-share", type=share, metavar="X", help="share of each class for val/")
+    side = "resize larger images to N pixels on the short side"
+    add("--short-side", type=whole_number(16), metavar="N", help=side)
+    cores = cores_per_process(1)
+    add("--workers", type=whole_number(1), default=cores, metavar="N", help="number of processes")
     return parser.parse_args()
 
 
@@ -112,7 +88,7 @@ def main(args):
     todo = [item for item in items if not (target / item.target).exists()]
     settings = check_settings(args, target)
     target.mkdir(parents=True, exist_ok=True)
-    check_space(todo, target, args)
+    check_space(todo, target, args.short_side)
     (target / SETTINGS).write_text(json.dumps(settings) + "\n")
     damaged = 0
     print(
@@ -124,10 +100,7 @@ def main(args):
         tqdm(total=len(todo), unit="img", disable=None) as bar,
     ):
         chunks = [todo[k : k + CHUNK] for k in range(0, len(todo), CHUNK)]
-        futures = [
-            pool.submit(prepare_chunk, chunk, target, args.short_side, args.quality)
-            for chunk in chunks
-        ]
+        futures = [pool.submit(prepare_chunk, chunk, target, args.short_side) for chunk in chunks]
         try:
             for future in concurrent.futures.as_completed(futures):
                 done, messages = future.result()
@@ -135,8 +108,11 @@ def main(args):
                 damaged += len(messages)
                 for message in messages:
                     tqdm.write(f"damaged, left out: {message}", file=sys.stderr)
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(cancel_futures=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                found = f"{one_line(error)}: expected space for all images"
+                raise UserError(f"{found}; free some, and run the same command again") from None
             raise
     splits = {
         split: sum(item.target.startswith(f"{split}/") for item in items)
@@ -168,20 +144,18 @@ def find_items(source, val_share):
     Raises:
         UserError: it holds neither archives nor folders of images.
     """
-    if (source / TRAIN_TAR).exists() or (source / VAL_TAR).exists():
-        if val_share:
-            raise UserError(
-                f"--val-share: {source} has validation images of its own; leave the flag out"
-            )
+    has_archives = (source / TRAIN_TAR).exists() or (source / VAL_TAR).exists()
+    has_train, has_val = ((source / split).is_dir() for split in ("train", "val"))
+    if val_share and (has_archives or (has_train and has_val)):
+        raise UserError(f"--val-share: {source} has validation images; leave the flag out")
+    if has_archives:
         return find_in_archives(source)
-    if (source / "train").is_dir():
-        if not (source / "val").is_dir():
-            raise UserError(
-                f"{source} has train/ and no val/: "
-                "expected both, or one folder per class with --val-share"
-            )
-        if val_share:
-            raise UserError(f"--val-share: {source} has val/ already; leave the flag out")
+    if has_train and not has_val:
+        raise UserError(
+            f"{source} has train/ and no val/: "
+            "expected both, or one folder per class with --val-share"
+        )
+    if has_train:
         return [
             item._replace(target=f"{split}/{item.target}")
             for split in ("train", "val")
@@ -277,14 +251,8 @@ def find_in_archives(source):
                 with tarfile.open(fileobj=outer.extractfile(member)) as inner:
                     for image in inner:
                         begin = member.offset_data + image.offset_data
-                        items.append(
-                            Item(
-                                str(source / TRAIN_TAR),
-                                begin,
-                                image.size,
-                                f"train/{label}/{image.name}",
-                            )
-                        )
+                        name = f"train/{label}/{image.name}"
+                        items.append(Item(str(source / TRAIN_TAR), begin, image.size, name))
         with tarfile.open(source / VAL_TAR) as archive:
             images = sorted(
                 (image for image in archive if image.isfile()), key=lambda image: image.name
@@ -328,7 +296,7 @@ def check_settings(args, target):
 
     Refuse to continue a folder that was made with others.
     """
-    flags = {name: getattr(args, name) for name in ("val_share", "short_side", "quality")}
+    flags = {"val_share": args.val_share, "short_side": args.short_side, "quality": QUALITY}
     flags["source"] = str(Path(args.source).resolve())
     file = target / SETTINGS
     if file.exists() and (before := json.loads(file.read_text())) != flags:
@@ -344,22 +312,14 @@ def check_settings(args, target):
     return flags
 
 
-def check_space(todo, target, args):
-    """Refuse to begin if the images will not fit on the disk.
+def check_space(todo, target, short_side):
+    """Refuse to begin if copies of the images will not fit on the disk.
 
-    Their size is estimated from some of them.
+    The size of smaller images is not known before they are made.
     """
     needed = sum(item.size for item in todo)
-    if args.short_side and todo:
-        before = after = 0
-        for item in todo[:: max(1, len(todo) // SAMPLE)]:
-            with contextlib.suppress(*UNREADABLE):
-                data = read(item)
-                before = before + len(data)
-                after = after + len(shrink(data, args.short_side, args.quality))
-        needed = needed * after / before if before else needed
     free = shutil.disk_usage(target).free
-    if needed > 0.95 * free:
+    if short_side is None and needed > 0.95 * free:
         found = f"{target}: about {needed / 2**30:.1f} GiB to write, {free / 2**30:.1f} GiB free"
         raise UserError(
             f"{found}: expected enough space; "
@@ -367,13 +327,12 @@ def check_space(todo, target, args):
         )
 
 
-def prepare_chunk(items, target, short_side, quality):
+def prepare_chunk(items, target, short_side):
     """Write some images. Return (how many were tried, a message for each damaged one)."""
     damaged = []
     for item in items:
         try:
-            data = read(item)
-            data = shrink(data, short_side, quality)
+            data = shrink(read(item), short_side)
         except UNREADABLE as error:
             damaged.append(f"{item.target} of {item.file} ({one_line(error)})")
             continue
@@ -392,7 +351,7 @@ def read(item):
         return file.read(item.size)
 
 
-def shrink(data, short_side, quality):
+def shrink(data, short_side):
     """Return the bytes of an image: as they are, or as a JPEG whose short side is at most
     `short_side` pixels.
 
@@ -409,7 +368,7 @@ def shrink(data, short_side, quality):
         size = [round(side * scale) for side in image.size]
         result = io.BytesIO()
         image.convert("RGB").resize(size, Image.Resampling.BICUBIC).save(
-            result, "JPEG", quality=quality
+            result, "JPEG", quality=QUALITY
         )
         return result.getvalue()
 

@@ -26,9 +26,8 @@ import warnings
 from pathlib import Path
 
 import torch
-import torchvision
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -38,17 +37,21 @@ from common.errors import one_line_errors
 from tools.bench.measure import (
     ROOT,
     build_step,
+    classic_files,
+    classic_transform,
     command_line,
+    compare_loaders,
     fields,
     first_batch,
-    loader_speeds,
     parse_args,
     pick_device,
     run_alone,
+    show,
+    summary,
     take_turns,
     timed,
 )
-from tools.records import group, ratios, spread
+from tools.records import group, ratios
 
 CLASSIC_WORKERS = 4
 
@@ -84,35 +87,12 @@ def main(args):
         line=lambda run: f"{run['loop']:16} {run['images_per_second']:8.0f} img/s",
     )
     runs = group(records, "loop")
-    show(runs)
+    ours = runs.get("01", [])
+    show(runs, "01 / loop", {loop: ratios(ours, same) for loop, same in runs.items() if ours})
     if not train_set.in_memory:
-        compare_loaders(args, known)
-    if "01" in runs:
-        print(summary(runs))
-
-
-def show(runs):
-    """Print speed and memory of each loop."""
-    print(
-        f"\n{'loop':16} {'img/s, median (range)':>28} {'peak memory':>12}   01 / "
-        "loop, median (range)"
-    )
-    for loop, same in runs.items():
-        speeds = spread([run["images_per_second"] for run in same], ".0f")
-        memory = max(run["peak_memory_mib"] for run in same)
-        ratio = spread(ratios(runs["01"], same), ".2f") if "01" in runs else ""
-        print(f"{loop:16} {speeds:>28} {memory:8} MiB   {ratio}")
-
-
-def summary(runs):
-    """Return the speed of 01, and its median ratio to each of the other loops, as one line."""
-    speed = statistics.median(run["images_per_second"] for run in runs["01"])
-    others = [
-        f"{statistics.median(ratios(runs['01'], same)):.2f} of {loop}"
-        for loop, same in runs.items()
-        if loop != "01"
-    ]
-    return ", ".join([f"01: {speed:.0f} img/s", *others])
+        compare_with_classic(args, known)
+    if ours:
+        print(summary("01", ours, {loop: same for loop, same in runs.items() if loop != "01"}))
 
 
 def run_loop(loop, args):
@@ -147,7 +127,7 @@ def classic_loop(args, in_memory):
     device = pick_device()
     train_set, _ = build_datasets(args)
     train_step = build_step(args, train_set, device)
-    dataset = ClassicImages(args, train_set) if in_memory else classic_files(args, train_set)
+    dataset = ClassicImages(train_set) if in_memory else files_of(args, train_set)
     # most tutorials ignore it too
     warnings.filterwarnings("ignore", message="This DataLoader will create 4 worker")
     options = {"num_workers": CLASSIC_WORKERS, "pin_memory": device.type == "cuda"}
@@ -171,10 +151,10 @@ class ClassicImages(Dataset):
     CIFAR10.
     """
 
-    def __init__(self, args, train_set):
+    def __init__(self, train_set):
         self.images = train_set.images.permute(0, 2, 3, 1).contiguous().numpy()
         self.targets = train_set.targets.tolist()
-        self.transform = classic_transform(args, train_set)
+        self.transform = transform_of(train_set)
 
     def __len__(self):
         return len(self.targets)
@@ -184,25 +164,17 @@ class ClassicImages(Dataset):
         return self.transform(image), self.targets[index]
 
 
-def classic_files(args, train_set):
-    """Return an ImageFolder with as many images as the training set, decoded by PIL when they are
-    read.
-    """
-    folder = torchvision.datasets.ImageFolder(
-        Path(args.data_dir, "train"), classic_transform(args, train_set)
-    )
-    order = torch.randperm(len(folder), generator=torch.Generator().manual_seed(0))
-    return Subset(folder, order[: len(train_set)].tolist())
+def files_of(args, train_set):
+    """Return the classic data set of as many images as the training set has."""
+    return classic_files(Path(args.data_dir, "train"), transform_of(train_set), len(train_set))
 
 
-def classic_transform(args, train_set):
-    mean, std = ((level / 255).tolist() for level in train_set.channel_stats())
+def transform_of(train_set):
     size = train_set.image_size
     crop = T.RandomResizedCrop(size)
     if train_set.in_memory:
         crop = T.RandomCrop(size, padding=size[0] // 8)
-    flip = [T.RandomHorizontalFlip()] if args.dataset != "mnist" else []
-    return T.Compose([crop, *flip, T.ToTensor(), T.Normalize(mean, std)])
+    return classic_transform(crop, train_set.channel_stats())
 
 
 LOOPS = {
@@ -213,25 +185,17 @@ LOOPS = {
 }
 
 
-def compare_loaders(args, known):
+def compare_with_classic(args, known):
     """Compare our loader with the classic loader, one worker each, without training."""
     args.workers = 1
     train_set, _ = build_datasets(args)
     augment, _ = build_transforms(train_set, args, torch.device("cpu"))
     ours = build_loader(train_set, args, range(len(train_set)), train=True)
-    classic = DataLoader(
-        classic_files(args, train_set), args.batch_size, num_workers=1, persistent_workers=True
-    )
-    loaders = {
-        "classic loader": lambda: classic,
-        "our loader": lambda: ((augment(images), targets) for images, targets in ours),
-    }
-    speeds = loader_speeds(args, known, loaders, "loop")
-    print(f"\nloaders alone, one worker: {'img/s, median (range)':>28}")
-    for name in loaders:
-        print(f"{name:26} {spread(speeds[name], '.0f'):>28}")
-    faster = [ours / classic for classic, ours in zip(*speeds.values(), strict=True)]
-    print(f"ours / classic             {spread(faster, '.2f'):>28}")
+
+    def our_batches():
+        return ((augment(images), targets) for images, targets in ours)
+
+    compare_loaders(args, known, files_of(args, train_set), our_batches, "loop")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torchvision
 from torch import nn
+from torch.utils.data import DataLoader, Subset
+from torchvision import transforms as T
 
 from common.data import build_loader, build_transforms
 from common.errors import UserError
@@ -20,7 +23,7 @@ from common.flags import shared_flags, whole_number
 from common.models import build_model
 from common.records import environment
 from common.report import synchronize, warmup_steps
-from tools.records import append
+from tools.records import append, ratios, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS, WARMUP = 10, 3  # of training steps
@@ -216,18 +219,57 @@ def take_turns(args, known, variants, run, line):
     return records
 
 
-def loader_speeds(args, known, loaders, field):
-    """Read all batches of each loader --repeats times, in turn, and record each speed.
+def show(runs, head, column):
+    """Print the speed and memory of each kind of run, and a column of ratios: {kind: list}."""
+    print(f"\n{'run':16} {'img/s, median (range)':>28} {'peak memory':>12}   {head}")
+    for kind, same in runs.items():
+        speeds = spread([run["images_per_second"] for run in same], ".1f")
+        memory = max(run["peak_memory_mib"] for run in same)
+        ratio = spread(column[kind], ".3f") if kind in column else ""
+        print(f"{kind:16} {speeds:>28} {memory:8} MiB   {ratio}")
+
+
+def summary(script, ours, others):
+    """Return the speed of a script and its median ratio to other loops, {name: runs}, as a line."""
+    speed = statistics.median(run["images_per_second"] for run in ours)
+    texts = [f"{statistics.median(ratios(ours, same)):.2f} of {n}" for n, same in others.items()]
+    return ", ".join([f"{script}: {speed:.0f} img/s", *texts])
+
+
+# Loading images as most tutorials do, and ours beside it
+
+
+def classic_transform(crop, levels):
+    """Return the transform of one PIL image.
 
     Args:
-        args: Namespace with repeats and log_file.
-        known: dict, the fields of all records.
-        loaders: {name: function that returns batches (images, targets, ...)}.
-        field: str, the field of a record that holds the name.
-
-    Returns:
-        {name: list of images per second}
+        crop: transform that crops it.
+        levels: mean and standard deviation of each channel, from 0 to 255.
     """
+    mean, std = ([level / 255 for level in channels] for channels in levels)
+    return T.Compose([crop, T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)])
+
+
+def classic_files(folder, transform, count):
+    """Return `count` images of an ImageFolder, decoded by PIL when they are read."""
+    images = torchvision.datasets.ImageFolder(folder, transform)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return Subset(images, order[:count].tolist())
+
+
+def compare_loaders(args, known, classic, our_batches, field):
+    """Read all images with one worker each, --repeats times in turn, without training. Print and
+    record the speeds.
+
+    Args:
+        args: Namespace with repeats, batch_size and log_file.
+        known: dict, the fields of all records.
+        classic: Dataset, read by the classic loader.
+        our_batches: function that returns batches (images, targets, ...) of our loader.
+        field: str, the field of a record that holds the name of the loader.
+    """
+    loader = DataLoader(classic, args.batch_size, num_workers=1, persistent_workers=True)
+    loaders = {"classic loader": lambda: loader, "our loader": our_batches}
     speeds = {name: [] for name in loaders}
     for repeat in range(-1, args.repeats):
         for name, batches in loaders.items():
@@ -238,4 +280,6 @@ def loader_speeds(args, known, loaders, field):
                 speeds[name].append(speed)
                 record = {field: name, "repeat": repeat, "images_per_second": speed}
                 append(args.log_file, known | record)
-    return speeds
+    faster = [ours / classic for classic, ours in zip(*speeds.values(), strict=True)]
+    medians = [f"{name} {statistics.median(values):.1f} img/s" for name, values in speeds.items()]
+    print(f"\nwithout training: {', '.join(medians)}, ours / classic {spread(faster, '.2f')}")

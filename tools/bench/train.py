@@ -18,15 +18,12 @@ images transformed one by one.
 import argparse
 import json
 import os
-import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torchvision
 from torch import nn
-from torch.utils.data import DataLoader, Subset
 from torchvision import transforms as T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -48,10 +45,14 @@ from imagenet.model import build_model
 from imagenet.sampler import GlobalBatchSampler
 from tools.bench.measure import (
     ROOT,
+    classic_files,
+    classic_transform,
+    compare_loaders,
     fields,
-    loader_speeds,
     pick_device,
     run_alone,
+    show,
+    summary,
     take_turns,
     timed,
 )
@@ -111,39 +112,19 @@ def main(args):
         line=lambda run: f"{run['run']:12} {run['images_per_second']:9.1f} img/s",
     )
     runs = group(records, "run")
-    show(runs)
-    if "files" in runs:
-        compare_loaders(args, known)
-    if "dummy" in runs:
-        print(summary(runs))
-
-
-def show(runs):
-    """Print speed and memory of each kind of run, and what a checkpoint costs."""
     first = next(iter(runs))
-    print(f"\n{'run':12} {'img/s, median (range)':>28} {'peak memory':>12}   {first} = 1")
-    for name, same in runs.items():
-        speeds = spread([run["images_per_second"] for run in same], ".1f")
-        memory = max(run["peak_memory_mib"] for run in same)
-        ratio = spread(ratios(same, runs[first]), ".3f")
-        print(f"{name:12} {speeds:>28} {memory:8} MiB   {ratio}")
+    show(runs, f"{first} = 1", {name: ratios(same, runs[first]) for name, same in runs.items()})
     if "checkpoints" in runs and "dummy" in runs:
         costs = [
             100 * checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
             for without, saving in zip(runs["dummy"], runs["checkpoints"], strict=True)
         ]
         print(f"a checkpoint every 100 steps costs {spread(costs, '.2f')} % of the time")
-
-
-def summary(runs):
-    """Return the speed of 06, and its median ratio to each plain loop, as one line."""
-    speed = statistics.median(run["images_per_second"] for run in runs["dummy"])
-    others = [
-        f"{statistics.median(ratios(runs['dummy'], same)):.2f} of {name}"
-        for name, same in runs.items()
-        if name in ("bare", *EXAMPLES)
-    ]
-    return ", ".join([f"06: {speed:.0f} img/s", *others])
+    if "files" in runs:
+        compare_with_classic(args, known)
+    if "dummy" in runs:
+        plain = {name: same for name, same in runs.items() if name in ("bare", *EXAMPLES)}
+        print(summary("06", runs["dummy"], plain))
 
 
 def work_of(name, args):
@@ -251,32 +232,17 @@ def batch_of(args):
     return images.pin_memory(), targets.pin_memory()
 
 
-def compare_loaders(args, known):
-    """Print the speed of one loader worker, ours and the classic pipeline's, without training."""
+def compare_with_classic(args, known):
+    """Compare our loader with the classic loader, one worker each, without training."""
     folder = os.path.join(args.data_dir, "train")
     ours = Images(folder, args.image_size, seed=0)
     steps = max(1, min(len(ours), args.steps * args.batch_size) // args.batch_size)
     images = steps * args.batch_size
     batches = GlobalBatchSampler(images, args.batch_size, 0, 1)
     our_loader = build_loader(ours, batches, 1, torch.device("cpu"))
-    mean, std = ([level / 255 for level in levels] for levels in (MEAN, STD))
-    transforms = [
-        T.RandomResizedCrop(args.image_size),
-        T.RandomHorizontalFlip(),
-        T.ToTensor(),
-        T.Normalize(mean, std),
-    ]
-    photographs = torchvision.datasets.ImageFolder(folder, T.Compose(transforms))
-    classic_loader = DataLoader(
-        Subset(photographs, range(images)), args.batch_size, num_workers=1, persistent_workers=True
-    )
-    loaders = {"classic loader": lambda: classic_loader, "our loader": lambda: our_loader}
-    classic, ours = loader_speeds(args, known, loaders, "run").values()
-    faster = spread([b / a for a, b in zip(classic, ours, strict=True)], ".2f")
-    print(
-        f"\nloaders alone, one worker: classic {statistics.median(classic):.0f} img/s, "
-        f"ours {statistics.median(ours):.0f}, ratio {faster}"
-    )
+    transform = classic_transform(T.RandomResizedCrop(args.image_size), (MEAN, STD))
+    classic = classic_files(folder, transform, images)
+    compare_loaders(args, known, classic, lambda: our_loader, "run")
 
 
 if __name__ == "__main__":

@@ -33,21 +33,18 @@ def missing():
         return "network namespaces need root"
     if absent := [command for command in COMMANDS if shutil.which(command) is None]:
         return f"not installed: {', '.join(absent)} (apt-get install iproute2 util-linux)"
-    if (
-        subprocess.run(
-            ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True
-        ).returncode
-        != 0
-    ):
+    enter = ["unshare", "--net", "--uts", "--mount", "true"]
+    if subprocess.run(enter, capture_output=True).returncode != 0:
         return "this machine does not allow namespaces (unshare --net --uts --mount)"
     return None
 
 
-def ip(*arguments):
-    """Run ip and return its output."""
-    done = subprocess.run(["ip", *map(str, arguments)], capture_output=True, text=True, timeout=60)
+def ip(arguments):
+    """Run ip with these arguments, separated by spaces, and return its output."""
+    command = ["ip", *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode != 0:
-        raise RuntimeError(f"ip {' '.join(map(str, arguments))}: {done.stderr.strip()}")
+        raise RuntimeError(f"ip {arguments}: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -86,53 +83,37 @@ class Hosts:
 
     def _start(self):
         self.folder = tempfile.TemporaryDirectory()
-        lines = [
-            "127.0.0.1 localhost",
-            *map(" ".join, zip(self.addresses, self.names, strict=True)),
-        ]
-        Path(self.folder.name, "hosts").write_text("\n".join(lines) + "\n")
-        ip("netns", "add", self.switch)
-        ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", self.switch, "link", "set", "bridge", "up")
-        for name, address, namespace in zip(
-            self.names, self.addresses, self.namespaces, strict=True
-        ):
-            ip("netns", "add", namespace)
+        switch = self.switch
+        ip(f"netns add {switch}")
+        ip(f"-n {switch} link add bridge type bridge")
+        ip(f"-n {switch} link set bridge up")
+        lines = ["127.0.0.1 localhost"]
+        for name, address, host in zip(self.names, self.addresses, self.namespaces, strict=True):
+            lines.append(f"{address} {name}")
+            ip(f"netns add {host}")
             # Create both ends in their namespaces, so that the machine itself gets no new
             # interface.
-            ip(
-                "-n",
-                namespace,
-                "link",
-                "add",
-                "eth0",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                name,
-                "netns",
-                self.switch,
-            )
-            ip("-n", self.switch, "link", "set", name, "master", "bridge", "up")
-            ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", namespace, "link", "set", "eth0", "up")
-            ip("-n", namespace, "link", "set", "lo", "up")
+            ip(f"-n {host} link add eth0 type veth peer name {name} netns {switch}")
+            ip(f"-n {switch} link set {name} master bridge up")
+            ip(f"-n {host} address add {address}/24 dev eth0")
+            ip(f"-n {host} link set eth0 up")
+            ip(f"-n {host} link set lo up")
+        Path(self.folder.name, "hosts").write_text("\n".join(lines) + "\n")
 
     def _stop(self):
-        existing = ip("netns", "list").split()
+        existing = ip("netns list").split()
         for i, namespace in enumerate(self.namespaces):
             if namespace in existing:
                 self.kill(i)
         for namespace in [*self.namespaces, self.switch]:
             if namespace in existing:
-                ip("netns", "delete", namespace)
+                ip(f"netns delete {namespace}")
         if self.folder:
             self.folder.cleanup()
 
     def pids(self, host):
         """Return the process IDs of a host."""
-        return [int(pid) for pid in ip("netns", "pids", self.namespaces[host]).split()]
+        return [int(pid) for pid in ip(f"netns pids {self.namespaces[host]}").split()]
 
     def kill(self, host):
         """Kill all processes of a host.
@@ -156,11 +137,11 @@ class Hosts:
         """Take a host's link down at the switch: packets are lost without an error, as when a cable
         is pulled.
         """
-        ip("-n", self.switch, "link", "set", self.names[host], "down")
+        ip(f"-n {self.switch} link set {self.names[host]} down")
 
     def mend(self, host):
         """Bring a host's link up again."""
-        ip("-n", self.switch, "link", "set", self.names[host], "up")
+        ip(f"-n {self.switch} link set {self.names[host]} up")
 
     def popen(self, host, *command, variables=None, **options):
         """Start a command on a host in a new session, with pipes for its output by default.
@@ -173,17 +154,12 @@ class Hosts:
             variables: dict of additional environment variables.
             options: more options of subprocess.Popen, which replace the defaults.
         """
-        path = os.pathsep.join(
-            [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
-        )
-        environment = (
-            os.environ
-            | {"PATH": path}
-            | {name: str(value) for name, value in (variables or {}).items()}
-        )
-        defaults = {"cwd": ROOT, "env": environment, "start_new_session": True}
+        path = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
+        more = {name: str(value) for name, value in (variables or {}).items()}
+        defaults = {"cwd": ROOT, "env": os.environ | {"PATH": path} | more}
         defaults |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        enter = ["nsenter", f"--net=/run/netns/{self.namespaces[host]}", "unshare", "--uts"]
-        enter += ["--mount"]
+        defaults |= {"start_new_session": True}
+        namespace = f"/run/netns/{self.namespaces[host]}"
+        enter = ["nsenter", f"--net={namespace}", "unshare", "--uts", "--mount"]
         become = ["sh", "-c", BECOME_HOST, "sh", self.names[host], f"{self.folder.name}/hosts"]
         return subprocess.Popen([*enter, *become, *map(str, command)], **(defaults | options))
