@@ -17,8 +17,8 @@ without resharding after the forward pass is near stage 2, and FSDP is stage 3. 
 machine, and keeps one copy per machine.
 
 Not counted: the CUDA context, workspaces of cuDNN and cuBLAS, buffers of NCCL, fragmentation,
-tensors that an operation frees at once, and batches that the loader prefetches. --margin-percent
-leaves memory for them.
+tensors that an operation frees at once, and batches that the loader prefetches. A tenth of a GPU's
+memory stays free for them.
 """
 
 import functools
@@ -41,6 +41,7 @@ from tools.planning.layers import build_on_meta
 
 FLOAT32 = 4  # bytes
 STATES = {"sgd": 0, "momentum": 1, "adam": 2}  # numbers per weight that an optimizer keeps
+MARGIN = 0.1  # share of a GPU's memory that stays free for what is not counted
 MOST_GPUS = 4096  # when searching for a number of GPUs that fits
 
 
@@ -396,13 +397,6 @@ def parse_args():
         help="GPUs of a machine: the shards of HSDP",
     )
     add("--memory-gb", type=number(above=0), required=True, metavar="GB", help="memory of a GPU")
-    add(
-        "--margin-percent",
-        type=number(below=100),
-        default=10,
-        metavar="X",
-        help="share of --memory-gb for what is not counted",
-    )
     args = parser.parse_args()
     by_numbers = (args.weights_m, args.activations_mb_per_image)
     if (args.arch is None) == (None in by_numbers) or (args.arch and any(by_numbers)):
@@ -425,7 +419,7 @@ def describe_model(args, batch_size):
 
 def compare(args, model, gpus):
     """Return {name of a setting: (Memory, whether it fits)}."""
-    available = args.memory_gb * 1e9 * (1 - args.margin_percent / 100)
+    available = args.memory_gb * 1e9 * (1 - MARGIN)
     rows = {}
     for setting in settings(gpus, args.gpus_per_machine):
         memory = peak(model, setting, args.optimizer)
@@ -481,7 +475,7 @@ def main(args):
     print(f"step:       {args.batch_size} images per process, {args.optimizer}")
     print(
         f"GPUs:       {args.gpus}, {args.memory_gb:g} GB each, of which "
-        f"{args.margin_percent:g} % stay free for what is not counted (see --help)"
+        f"{100 * MARGIN:g} % stay free for what is not counted (see --help)"
     )
     print("gradients:  with DDP also its buckets, which are a second copy")
     print("temporary:  gathered weights, gradients to reduce, copies in optimizer.step()")

@@ -19,16 +19,15 @@ import pytest
 import torch.distributed as dist
 from images import write_images
 from needs import need
-from PIL import Image
 from processes import ROOT, finished, read_until
 from ranks import Ranks
 from rungs import ALL_SCRIPTS, parse
 from torch.distributed.run import get_args_parser
 
 from imagenet.signals import EXIT_REQUEUE
+from tools import steps
 from tools.book import book, chinese, comments
 from tools.book.pages import chinese_pages
-from tools.records import RESULTS, read
 
 PAGES = book.pages()
 FENCE = re.compile(
@@ -36,8 +35,6 @@ FENCE = re.compile(
     re.M | re.S,
 )
 ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-# Figures, and the experiments whose records they show if these have another name
-FIGURES = {"goodput": "scaling", "planning": "scaling", "syncbn_published": "syncbn"}
 
 
 class Command(NamedTuple):
@@ -117,20 +114,6 @@ def program(code):
     return ast.dump(tree)
 
 
-def test_figures_show_the_newest_records():
-    """Each figure notes when the newest of its records was made."""
-    older = []
-    for path in sorted((ROOT / "docs/figures").rglob("*.png")):
-        experiment = FIGURES.get(path.stem, path.stem)
-        if path.stem in ("trace", "gpu"):  # measured once; of several machines
-            continue
-        newest = max(r["started"] for r in read(RESULTS / experiment / "amd-epyc-2-cores.jsonl"))
-        drawn = Image.open(path).text.get("Recorded")
-        if drawn != newest:
-            older.append(f"{path.relative_to(ROOT)} shows records until {drawn}, not {newest}")
-    assert not older, "run: make charts"
-
-
 def test_links_lead_to_a_file_or_a_heading():
     broken = []
     for page in [*PAGES, *chinese_pages()]:
@@ -152,15 +135,18 @@ def test_pages_name_tests_that_exist():
     assert not [name for name in re.findall(r"`(test_\w+)`", page) if f"def {name}(" not in tests]
 
 
-def test_the_page_on_launching_explains_every_flag_of_torchrun():
-    text = (ROOT / "docs/launching.md").read_text()
-    missing = []
-    for action in get_args_parser()._actions:
-        names = [name.replace("_", "-") for name in action.option_strings]
-        is_shown = any(f"| `{name}` |" in text for name in names)
-        if names and not is_shown and names[-1] not in ("--help", "--print-completion"):
-            missing.append(names)
-    assert not missing
+def test_the_readme_names_the_size_of_each_script():
+    """Those that are no step from another script within a tenth."""
+    text = (ROOT / "README.md").read_text()
+    for script in ALL_SCRIPTS:
+        (row,) = re.findall(rf"^\| \[`{script}`\].*", text, re.M)
+        if script in steps.STEPS:
+            added, removed = steps.size(script)
+            size = f"+{added} -{removed} on `{steps.STEPS[script].parent[:2]}`"
+            assert f"| {size} |" in row, row
+        else:
+            lines = int(re.search(r"\| about (\d+) lines \|", row)[1])
+            assert len(steps.read(script)) == pytest.approx(lines, rel=0.1), row
 
 
 # Commands are taken

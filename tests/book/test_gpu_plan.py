@@ -176,6 +176,7 @@ def of_parts():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(2400)
 def test_a_rehearsal_on_a_pretend_accelerator(without_other_packages, tmp_path):
     """Without the packages that are not needed, and without the parts that this accelerator cannot

@@ -94,15 +94,6 @@ def test_the_formula_predicts_what_simulated_failures_leave():
         assert predicted > best - 0.002, "no other interval is much better"
 
 
-def test_a_failure_loses_a_checkpoint_that_is_still_written(monkeypatch):
-    """By hand: failures at 250 and, after a restart of 10 s, never again; intervals of 100 s."""
-    times = [250, 1e9, 250, 1e9]
-    monkeypatch.setattr("random.Random.expovariate", lambda self, rate: times.pop(0))
-    assert simulate(100, 1e3, 0, 10, work=300, seed=0) == pytest.approx(300 / (250 + 10 + 100))
-    with_writing = simulate(100, 1e3, 0, 10, work=300, seed=0, write=60)
-    assert with_writing == pytest.approx(300 / (250 + 10 + 200 + 60)), "the second is not safe"
-
-
 def test_goodput_at_its_limits():
     assert goodput(1000, 1e12, 10, 300) == pytest.approx(1000 / 1010), "nothing fails"
     assert daly_interval(100, 300) == 100, "a checkpoint takes longer than machines live"

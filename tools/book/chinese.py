@@ -19,7 +19,6 @@ import json
 import os
 import re
 import sys
-from difflib import SequenceMatcher
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -216,7 +215,7 @@ def check(page, hashes):
     if not there.exists():
         return [f"{page.relative_to(ROOT)}: no Chinese page {there.relative_to(ROOT)}"]
     english, chinese = passages(read(page)), passages(read(there))
-    return stale(page, english, chinese, hashes) + (
+    return stale(page, english, hashes) + (
         structure(page, english, chinese)
         or [
             f"{place(there, b)}: {problem} ({place(page, a)})"
@@ -272,40 +271,21 @@ def structure(page, english, chinese):
     return []
 
 
-def stale(page, english, chinese, hashes):
+def stale(page, english, hashes):
     """Return a line for each English passage that changed since its translation was looked at."""
-    there = chinese_page(page)
-    name = str(there.relative_to(ROOT))
-    english, chinese = ([p for p in some if is_prose(p)] for some in (english, chinese))
+    name = str(chinese_page(page).relative_to(ROOT))
     noted = hashes.get(name, [])
-    now = [digest(p) for p in english]
-    found = []
-    if not noted:
-        return [f"{name}: nobody has looked at it: python tools/book/chinese.py --done {name}"]
-    for change, i, i_end, j, j_end in SequenceMatcher(
-        None, noted, now, autojunk=False
-    ).get_opcodes():
-        for k in range(max(i_end - i, j_end - j)) if change != "equal" else ():
-            b = chinese[min(i + k, max(i, i_end - 1), len(chinese) - 1)]
-            if j + k == j_end:
-                found.append(
-                    f"{place(there, b)}: its English passage was removed from "
-                    f"{page.relative_to(ROOT)}"
-                )
-                break
-            what = "is stale" if i + k < i_end else "has before it a passage that is not translated"
-            found.append(
-                f"{place(there, b)}: {what}: {place(page, english[j + k])}: "
-                f"{start_of(english[j + k])}"
-            )
-    return (
-        [
-            *found,
-            f"{name}: translate these passages, then: python tools/book/chinese.py --done {name}",
-        ]
-        if found
-        else []
-    )
+    prose = [passage for passage in english if is_prose(passage)]
+    found = [
+        f"{name} is stale: {place(page, passage)}: {start_of(passage)}"
+        for passage in prose
+        if digest(passage) not in noted
+    ]
+    if not found and [digest(passage) for passage in prose] != noted:
+        found = [f"{name} is stale: passages of {page.relative_to(ROOT)} were moved or removed"]
+    if found:
+        found.append(f"{name}: translate this, then: python tools/book/chinese.py --done {name}")
+    return found
 
 
 def load_hashes():
