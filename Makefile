@@ -9,7 +9,7 @@ MACHINE ?= $(OURS)
 # Several files of tests at a time. A thread that waits must not spin on a core that another file needs.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest --dist loadfile
 
-.PHONY: help demo test test-all test-oldest mutants gpu lint charts site clean
+.PHONY: help demo test test-real test-all test-oldest mutants gpu lint charts site clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -22,12 +22,15 @@ demo: $(VENV)/ready  ## train with one process, then with two, and compare: a mi
 	@echo "      $(RUN) 01_snsc.py --help  other data sets, models and settings"
 	@echo "      docs/01_snsc.md                     what happened, and what to read next"
 
-test: $(VENV)/ready-dev  ## run the quick tests: about five minutes on two cores
+test: $(VENV)/ready-dev  ## run the quick tests: about four minutes on two cores
 	$(PYTEST) -n 2 -m "not slow"
-	@echo "The quick tests have passed. The slow ones too, which take 20 minutes: make test-all"
+	@echo "The quick tests have passed. Those on real launchers, clusters and kills too: make test-real"
 
-test-all: test $(VENV)/ready-site  ## run the quick tests, then the slow ones: 25 minutes on two cores
-	$(PYTEST) -n 3 -m slow
+test-real: test $(VENV)/ready-site  ## run the quick tests, then those on real launchers, clusters and kills: 25 minutes
+	$(PYTEST) -n 3 -m "slow and not rare"
+
+test-all: test-real  ## run these, then the benchmarks, the drills and second cases of a promise: 35 minutes
+	$(PYTEST) -n 3 -m rare
 
 test-oldest:  ## run the quick tests with torch 2.9, the oldest supported, in .venv-oldest; PYTHON=python3.10 too
 	$(MAKE) --no-print-directory VENV=.venv-oldest TORCH="torch==2.9.* torchvision==0.24.*" test
