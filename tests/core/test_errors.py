@@ -1,6 +1,7 @@
 """Errors as one line: which message, which exit code, and when the traceback stays."""
 
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -59,6 +60,15 @@ def test_a_rank_in_cleaned_up_does_not_wait_for_the_others(a_rank_of_two, monkey
             raise error
         assert end.value.args == (code,)
         assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_ends_a_process_and_those_that_it_started(a_rank_of_two, monkeypatch, capsys):
+    child = Mock()
+    monkeypatch.setattr("multiprocessing.active_children", lambda: [child])
+    with pytest.raises(Ended, match="130"):
+        fail(KeyboardInterrupt())
+    assert capsys.readouterr().err == "train.py: stopped by Ctrl-C\n"
+    child.kill.assert_called_once_with()
 
 
 def test_one_process_keeps_the_traceback_of_an_unknown_error(capsys):

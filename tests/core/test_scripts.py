@@ -53,9 +53,11 @@ def test_images_are_learned_in_a_new_order_while_the_learning_rate_climbs(
     fetched = {50: [], 24: []}
     rates = []
     cropped = []
+    states = []  # of the random numbers, before each crop
 
     def crop(images, *given, original=data.crop_and_flip):
         cropped.append(len(images))
+        states.append(torch.get_rng_state().tolist())
         return original(images, *given)
 
     def fetch(self, indices, original=MemoryImages.__getitems__):
@@ -89,6 +91,7 @@ def test_images_are_learned_in_a_new_order_while_the_learning_rate_climbs(
         assert fetched[50][49 * epoch : 49 * (epoch + 1)] == list(sampler)[:49]
     assert fetched[24] == 3 * list(range(24))
     assert cropped == 21 * [7]
+    assert len(set(map(tuple, states))) == 21, "each batch of each epoch is cropped in its own way"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test", "train"]
 
 
