@@ -40,7 +40,7 @@ mutants: $(VENV)/ready-dev  ## make random faults, see which the tests notice: F
 	$(RUN) tools/mutants/sample.py $(FILES) --faults $(or $(FAULTS),20) --least 0 --seed $(or $(SEED),1) \
 		--minutes $(or $(MINUTES),30)
 
-gpu:  ## prove and measure all on NVIDIA GPUs: 16 minutes in parts, installs nothing; PYTHON=... if not in .venv
+gpu:  ## prove and measure all on NVIDIA GPUs: 18 minutes in parts, installs nothing; PYTHON=... if not in .venv
 	$(if $(filter file,$(origin PYTHON)),$(RUN),$(PYTHON)) tools/gpu.py
 
 lint: $(VENV)/ready-dev  ## check style, formatting, and stale Chinese passages

@@ -23,7 +23,8 @@ def convert_sync_batchnorm(model, device=None):
             raise UserError(
                 f"--sync-bn: {found}; leave out --sync-bn, or use a model of torchvision"
             )
-    on_gpu = device.type == "cuda" if device else any(p.is_cuda for p in model.parameters())
+    tensors = model.state_dict().values()  # a batch norm without weights has its statistics
+    on_gpu = device.type == "cuda" if device else any(tensor.is_cuda for tensor in tensors)
     if on_gpu:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if isinstance(model, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
@@ -54,6 +55,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
             setattr(new, name, tensor)
         return new.train(norm.training)
 
+    @torch.compiler.disable  # torch 2.11 compiles it to wrong gradients on a CPU, without a word
     def forward(self, images):
         if not self.training:
             return super().forward(images)

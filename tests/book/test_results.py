@@ -33,7 +33,8 @@ def test_the_first_runs_reach_the_accuracy_of_the_page():
     assert mnist and all(r["test_acc"] > 98 for r in mnist)
     assert shapes and all(r["test_acc"] > 90 for r in shapes)
     imagenet = records("imagenet")
-    assert max(r["test_acc"] for r in select(imagenet, dataset="data/cifar10")) > 60
+    cifar10 = select(imagenet, dataset="data/cifar10")
+    assert max(r["test_acc"] for r in cifar10 if "test_acc" in r) > 60  # with --eval-every, not all
     losses = [r["train_loss"] for r in select(imagenet, dataset="data/imagenet-mini")]
     assert losses[-1] < losses[0] - 0.5
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from imagenet_runs import SMALL_06, final, parse_06, script
 from needs import need
-from ranks import Ranks
+from ranks import Ranks, training_log
 
 from common.errors import UserError
 from imagenet.checkpoint_file import decode, read_file
@@ -138,3 +138,17 @@ def test_no_rank_compiles_again_for_a_piece_of_another_size(train, tmp_path):
     outputs = [(tmp_path / "run" / f"run0-rank{rank}.out").read_text() for rank in range(2)]
     counts = [int(re.search(r"has compiled (\d+)", output)[1]) for output in outputs]
     assert counts == [2, 2], "the model in training and in evaluation, on each rank"
+
+
+@pytest.mark.slow
+def test_a_compiled_model_with_synchronized_batch_norm_learns_the_same(train, tmp_path, one_each):
+    need(None if can_compile() else "no C++ compiler (apt-get install g++ python3-dev)")
+    flags = [one_each, "--batch-size", 20, "--epochs", 2, "--arch", "small_net", "--sync-bn"]
+    losses = []
+    for name, more in (("eager", []), ("compiled", ["--compile"])):
+        ranks = train(name, 2, *flags, *more)
+        assert ranks.wait() == [0, 0], ranks.output()
+        log = training_log(tmp_path / name)
+        losses.append([log[step]["loss"] for step in sorted(log)])
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
