@@ -17,19 +17,20 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import uuid
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from rank_watch.calls import differences, join
+from rank_watch.places import calls_of, place_of_thread, recorded_calls
 
 from common.distributed import find_launcher, original_environment
 from common.flags import Parser
 
 FOLDER = Path(os.environ.get("WHY_HANG", "hang"))
 PATIENCE = 10  # seconds in which a rank must answer
-# collectives in which all ranks must have tensors of the same shape
-EQUAL = ("all_reduce", "broadcast", "reduce", "all_gather", "_allgather_base", "_all_gather_base")
 
 
 def parse_args():
@@ -84,9 +85,8 @@ def answer(me):
         asked = question()
         if asked == answered:
             continue
-        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-        frames = [(frame.filename, frame.lineno, frame.name) for frame in reversed(stack)]
-        what = me | {"question": asked, "at": place(frames), "calls": calls(flight_record())}
+        at = place_of_thread(threading.main_thread().ident)
+        what = me | {"question": asked, "at": at, "calls": recorded_calls()}
         write(FOLDER / f"rank-{me['rank']}.json", what)
         answered = asked
 
@@ -95,38 +95,6 @@ def question():
     """Return the newest question in the folder, or None."""
     path = FOLDER / "question.json"
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def flight_record():
-    """Return torch's record of this process's collectives, or an empty one."""
-    torch = sys.modules.get("torch")
-    dump = torch and getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
-    return pickle.loads(dump()) if dump else {"entries": []}
-
-
-def calls(record):
-    """Return the calls of a flight record: (group, number, name, shape, done, place) each."""
-    return [
-        (
-            entry["process_group"][1],
-            entry["collective_seq_id"],
-            entry["profiling_name"].split(":")[-1],
-            entry["input_sizes"],
-            entry["retired"] or entry["state"] == "completed",
-            place([(f["filename"], f["line"], f["name"]) for f in entry.get("frames", [])]),
-        )
-        for entry in record["entries"]
-        if not entry["is_p2p"]
-    ]
-
-
-def place(frames):
-    """Return the innermost place outside of libraries in frames (file, line, function)."""
-    for file, line, name in frames:
-        if "site-packages" not in file and not file.startswith(("<", sys.base_prefix)):
-            inside = "" if name == "<module>" else f" in {name}()"
-            return f"{os.path.relpath(file)}:{line}{inside}"
-    return "an unknown place"
 
 
 def write(path, value):
@@ -176,7 +144,7 @@ def read(path):
     """Return (rank, answer) of a file of NCCL's flight recorder, whose name ends in the rank."""
     rank = int(path.name.rpartition("_")[2])
     record = pickle.loads(path.read_bytes())
-    return rank, {"rank": rank, "at": "an unknown place", "calls": calls(record)}
+    return rank, {"rank": rank, "at": "an unknown place", "calls": calls_of(record)}
 
 
 # Comparing
@@ -185,52 +153,10 @@ def read(path):
 def explain(answers, missing):
     """Return the lines that say what happens: the cause first, then each rank."""
     lines = [f"rank {rank}: {reason}" for rank, reason in sorted(missing.items())]
-    groups = {call[0] for one in answers.values() for call in one["calls"]}
-    for group in sorted(groups):
-        made = {
-            rank: {call[1]: call for call in one["calls"] if call[0] == group}
-            for rank, one in answers.items()
-        }
-        if group != "default_pg":  # which ranks belong to it is known only from their calls
-            made = {rank: own for rank, own in made.items() if own}
-        if found := compare(group, made, answers):
-            lines.append(found)
+    lines += [difference.text for difference in differences(answers)]
     if not lines:
         lines = ["no rank waits in a collective, or torch has recorded none"]
     return lines + [f"rank {rank} is at {one['at']}" for rank, one in sorted(answers.items())]
-
-
-def compare(group, made, answers):
-    """Return a line on the first call in which the ranks of a group differ or wait, or None."""
-    first = max((min(own) for own in made.values() if own), default=0)  # all remember it
-    for number in range(first, 1 + max(max(own, default=0) for own in made.values())):
-        here = {rank: own[number] for rank, own in made.items() if number in own}
-        if not here:
-            continue
-        absent = sorted(made.keys() - here.keys())
-        kinds = {}
-        for rank, (_, _, name, shape, _, where) in sorted(here.items()):
-            text = f"{name} {shape[0] if shape else ''}".strip()
-            kinds.setdefault(text if name in EQUAL else name, []).append((rank, text, where))
-        call = f"call {number} of the group {group}"
-        if len(kinds) > 1:
-            return f"{call} differs: " + "; ".join(
-                f"{join(rank for rank, *_ in some)}: {some[0][1]} at {some[0][2]}"
-                for some in kinds.values()
-            )
-        (some,) = kinds.values()
-        waits = f"{join(here)} in {call}: {some[0][1]} at {some[0][2]}"
-        if absent:
-            there = "; ".join(f"rank {rank} is at {answers[rank]['at']}" for rank in absent)
-            return f"{waits}; {join(absent)} did not call it: {there}"
-        if not any(done for *_, done, _ in here.values()):
-            return f"{waits}; all ranks that answer are there"
-    return None
-
-
-def join(ranks):
-    ranks = sorted(ranks)
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 if __name__ == "__main__":

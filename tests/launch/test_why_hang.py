@@ -149,7 +149,7 @@ def entry(number, name, shape, done=True, line=7, group="default_pg", **more):
 def explain(*records):
     """Return the first line about ranks with these records."""
     answers = {
-        rank: {"calls": why_hang.calls({"entries": entries}), "at": f"train.py:{90 + rank}"}
+        rank: {"calls": why_hang.calls_of({"entries": entries}), "at": f"train.py:{90 + rank}"}
         for rank, entries in enumerate(records)
     }
     return why_hang.explain(answers, {})[0]
@@ -233,7 +233,7 @@ def test_a_rank_that_does_not_answer_is_explained(tmp_path, monkeypatch):
     why_hang.write(tmp_path / "rank-1.json", here | {"rank": 1, "world_size": 2})
     assert why_hang.ask() == ({}, {1: f"{who} has ended"})
     # It is the first line: the others wait for this rank.
-    waiting = {"calls": why_hang.calls({"entries": [entry(1, "barrier", [1], done=False)]})}
+    waiting = {"calls": why_hang.calls_of({"entries": [entry(1, "barrier", [1], done=False)]})}
     lines = why_hang.explain({0: waiting | {"at": "train.py:9"}}, {1: "has ended"})
     assert lines[0] == "rank 1: has ended" and lines[1].startswith("rank 0 in call 1 ")
 

@@ -1,0 +1,67 @@
+"""Watch the ranks of any training script, unchanged, and say what is wrong between them.
+
+    torchrun --nproc-per-node=2 launch/check_ranks.py train.py --epochs 3
+    srun --ntasks=2 python launch/check_ranks.py train.py
+    python launch/check_ranks.py 04_mnmc_ddp_mp.py --nproc 2     a script that starts processes
+
+It runs the script for 20 training steps, compares what the ranks did, and prints a line that begins
+with "found:" for each mistake that it sees, or one that begins with "ok:". Lines that begin with
+"note:" say what is right only in some cases, and what was not seen. The exit code is 1 if something
+was found. Data is compared by hashes, which are kept in memory.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+# torch reads it when it is imported: calls to remember
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+
+# Behind the reader's own modules. mp.spawn gives this path to the processes that it starts.
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from rank_watch.recorder import Recorder, watch
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="training steps, after which the run ends; 0: let it end (default: 20)",
+    )
+    parser.add_argument(
+        "--epoch-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="end each pass over a DataLoader after N batches, to see several epochs, an "
+        "evaluation and a checkpoint soon; 0: do not (default: 0)",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
+    parser.add_argument("script", help="the training script, and its own flags after it")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    # A run that ends after some steps leaves semaphores, of which Python would warn.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    Recorder(args.steps, args.epoch_steps).install()
+    sys.argv = [args.script, *args.flags]
+    if args.module:
+        sys.path[0] = os.getcwd()
+        watch(lambda: runpy.run_module(args.script, run_name="__main__", alter_sys=True))
+    else:
+        sys.path[0] = str(Path(args.script).resolve().parent)
+        watch(lambda: runpy.run_path(args.script, run_name="__main__"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,729 @@
+"""Compare what the ranks did, and say what is wrong in sentences."""
+
+import itertools
+import math
+from collections import Counter
+from typing import NamedTuple
+
+from rank_watch.calls import differences, join
+
+SAME_SHARE = 0.1  # of the forward passes: fewer equal ones may be equal by chance
+
+
+class Judgment(NamedTuple):
+    """What a comparison of the ranks has shown."""
+
+    found: list  # sentences on what is wrong, or may be
+    notes: list  # what is right only in some cases, and what could not be seen
+    compared: list  # what was equal, or different, as it should be
+
+
+def judge(runs):
+    """Return the Judgment on the runs of all ranks."""
+    judgment = Judgment([], [], [])
+    if any(run.joins for run in runs):
+        judgment.notes.append(
+            "under DistributedDataParallel.join() the ranks may make different numbers of training "
+            "steps: their learning rates and weights were not compared"
+        )
+    else:
+        check_settings(runs, judgment)
+        check_weights(runs, judgment)
+    for check in (
+        check_training_data,
+        check_inputs,
+        check_random_numbers,
+        check_evaluation,
+        check_evaluated_model,
+        check_accumulation,
+        check_unused,
+        check_files,
+        check_calls,
+    ):
+        check(runs, judgment)
+    return judgment
+
+
+# The optimizer
+
+
+def check_settings(runs, judgment):
+    """Compare learning rates and other settings, loss scales, and numbers of training steps."""
+    for k, steps in enumerate(zip(*(run.steps for run in runs), strict=False)):
+        settings = [step["settings"] for step in steps]
+        if all(setting == settings[0] for setting in settings):
+            continue
+        name = different_setting(settings)
+        values = values_of(runs, [setting_of(setting, name) for setting in settings])
+        text = f"the {name} of the ranks differs in training step {k + 1}: {values}"
+        if follow := different_follow(runs):
+            seen, line = follow
+            text += (
+                f". ReduceLROnPlateau.step() got {seen} at {line}: all ranks must decide on one "
+                "number, so sum it over the ranks before"
+            )
+        else:
+            text += ". All ranks must have the same schedule: compute it from the training step"
+        judgment.found.append(f"{text} (docs/copy-setup-distributed.md)")
+        break
+    else:
+        if follow := different_follow(runs):
+            seen, line = follow
+            judgment.found.append(
+                f"ReduceLROnPlateau.step() got {seen} at {line}: the learning rates of the ranks "
+                "will differ. All ranks must decide on one number: sum it over the ranks before "
+                "(docs/copy-setup-distributed.md)"
+            )
+        else:
+            judgment.compared.append("the same learning rates")
+    for k, scales in enumerate(zip(*(run.scales for run in runs), strict=False)):
+        if len(set(scales)) > 1:
+            judgment.found.append(
+                f"the loss scales of the ranks differ after update {k + 1}: "
+                f"{values_of(runs, scales)}. A rank skipped a step that the others made: their "
+                "gradients were not averaged"
+            )
+            break
+    counts = [len(run.steps) for run in runs]
+    ended = all(run.end and run.end["why"] == "end" for run in runs)
+    if ended and len(set(counts)) > 1:
+        judgment.found.append(
+            f"the ranks made different numbers of training steps: {values_of(runs, counts)}. Each "
+            "rank needs the same number of batches (docs/data-loading.md#uneven-shares)"
+        )
+
+
+def different_setting(settings):
+    for groups in zip(*settings, strict=False):
+        for name in groups[0]:
+            if len({str(group.get(name)) for group in groups}) > 1:
+                return name
+    return "number of parameter groups"
+
+
+def setting_of(groups, name):
+    values = [group[name] for group in groups if name in group]
+    return values[0] if values else len(groups)
+
+
+def different_follow(runs):
+    """Return (values, line) of the first number that a scheduler followed, and that differs."""
+    for follows in zip(*(run.follows for run in runs), strict=False):
+        values = [follow["value"] for follow in follows]
+        if len(set(values)) > 1:
+            return values_of(runs, values), follows[0]["line"]
+    return None
+
+
+def check_weights(runs, judgment):
+    """Compare the weights after each training step."""
+    compared = set()
+    for k, steps in enumerate(zip(*(run.steps for run in runs), strict=False)):
+        if any(step["optimizer"] != steps[0]["optimizer"] for step in steps):
+            judgment.found.append(
+                f"the ranks stepped different optimizers in training step {k + 1}: "
+                f"{values_of(runs, [step['line'] for step in steps])}"
+            )
+            return
+        different = different_places([step["weights"] for step in steps])
+        if different:
+            if all(step["settings"] == steps[0]["settings"] for step in steps):
+                judgment.found.append(explain_weights(runs, k, different))
+            return  # else other settings explain it, and were named
+        known = [number for number in steps[0]["weights"] if number is not None]
+        compared.add((steps[0]["optimizer"], len(known)))
+    tensors = sum(count for _, count in compared)
+    if tensors:
+        judgment.compared.append(f"one model ({tensors} tensors of weights)")
+    elif any(run.steps for run in runs):
+        judgment.notes.append("sharded weights are not compared")
+
+
+def explain_weights(runs, k, different):
+    """Say why these weights differ after step k."""
+    steps = [run.steps[k] for run in runs]
+    number = steps[0]["optimizer"]
+    optimizers = [step["parameters"] for step in steps]
+    optimizer = optimizers[0]
+    names = name_some([optimizer["names"][place] or "?" for place in different])
+    models = {optimizer["models"][place] for place in different}
+    where = f"({optimizer['name']} at {steps[0]['line']})"
+    text = f"the weights of the ranks differ after training step {k + 1} {where}: {names}"
+    page = "docs/copy-setup-distributed.md"
+    passes = passes_before(runs[0], k, number)
+    if not runs[0].models:
+        return (
+            f"{text}. No DistributedDataParallel was made, so each rank trains a model of its own: "
+            f"wrap the model ({page})"
+        )
+    if None in models:
+        return (
+            f"{text}. No DistributedDataParallel holds these parameters, so their gradients are "
+            "not averaged: wrap their model too, and wrap it after the last layer is added or "
+            f"unfrozen ({page})"
+        )
+    if different_places([optimizer["before"] for optimizer in optimizers]):
+        return (
+            f"{text}. They differed before the first step: the wrap makes them equal, so something "
+            f"changed them after it. Load weights on all ranks, or before the wrap ({page})"
+        )
+    if not different_places([step["gradients"] for step in steps]):
+        return (
+            f"{text}. Their gradients were equal: the optimizer's state differs. Load it on all "
+            f"ranks ({page})"
+        )
+    through = [forward for forward in passes if forward.ddp in models and forward.training]
+    past = [forward for forward in passes if forward.inside in models and forward.ddp is None]
+    if not through and past:
+        return (
+            f"{text}. No forward pass of a DistributedDataParallel in training: at {past[0].line} "
+            f"the model inside it is called, so the gradients are not averaged. Call the "
+            f"DistributedDataParallel ({page})"
+        )
+    if through and not through[-1].sync:
+        return (
+            f"{text}. The last forward pass before the step, at {through[-1].line}, is under "
+            "no_sync(), so the gradients are not averaged: leave the last micro-step out of it "
+            "(docs/performance.md)"
+        )
+    return (
+        f"{text}. Their gradients differ: they were changed after they were averaged, or not "
+        f"averaged ({page})"
+    )
+
+
+def passes_before(run, k, optimizer):
+    """Return the forward passes between the last step of this optimizer and its step k."""
+    first = 1 + max((j for j in range(k) if run.steps[j]["optimizer"] == optimizer), default=-1)
+    return [forward for forward in run.forwards if first <= forward.step <= k]
+
+
+# The data
+
+
+def check_training_data(runs, judgment):
+    """Compare which samples each rank read to train."""
+    for loaders in loaders_together(runs):
+        if not all(loader.trains for loader in loaders):
+            continue
+        line = loaders[0].line
+        if not all(loader.known for loader in loaders):
+            judgment.notes.append(
+                f"the samples of the loader at {line} have no numbers (an IterableDataset, or "
+                "indices of another kind), so only whole batches are compared"
+            )
+            continue
+        if not check_data_sets(runs, loaders, judgment):
+            continue
+        problems = [
+            check(runs, loaders)
+            for check in (find_shared_samples, find_repeated_samples, find_missing_samples)
+        ]
+        problems = [problem for problem in problems if problem]
+        judgment.found.extend(problems[:1])  # the others are its consequences
+        if not problems:
+            count = sum(len(epoch.indices) for loader in loaders for epoch in loader.epochs)
+            judgment.compared.append(f"different data ({count:,} samples at {line})")
+        check_order(runs, loaders, judgment)
+
+
+def check_data_sets(runs, loaders, judgment):
+    """Say whether the ranks read from one data set, or have divided it: so that they compare."""
+    line = loaders[0].line
+    if any(loader.base != loaders[0].base for loader in loaders):
+        sizes = values_of(runs, [f"{loader.base[1]} samples" for loader in loaders])
+        judgment.notes.append(f"the ranks have different data sets at {line}: {sizes}")
+        return False
+    hashes = [loader.samples for loader in loaders]
+    same = all(hashes) and all(some == hashes[0] for some in hashes)
+    distributed = any(loader.sampler == "DistributedSampler" for loader in loaders)
+    if all(hashes) and not same:
+        text = f"the data sets of the ranks at {line} have other samples at the same index"
+        if distributed:
+            judgment.found.append(
+                f"{text}, and a DistributedSampler divides them by index: some samples are read by "
+                "several ranks, others by none. Build the data set with the same seed and the same "
+                "order of files on all ranks (docs/data-loading.md)"
+            )
+        else:
+            judgment.notes.append(
+                f"{text}: right if each rank has its own share of the data, wrong if a split or a "
+                "list of files differs by chance"
+            )
+        return False
+    subsets = [loader.subset and set(loader.subset) for loader in loaders]
+    if all(subsets) and not all(subset == subsets[0] for subset in subsets):
+        shared = most_shared(subsets)
+        if shared:
+            judgment.found.append(
+                f"each rank has another Subset of the data at {line}: {len(subsets[0]):,} samples "
+                f"on rank {runs[0].rank}, of which {shared:,} are on another rank too. A random "
+                "split without a seed: one rank trains on samples that another rank holds back. "
+                "Give random_split() a generator with a fixed seed (docs/data-loading.md)"
+            )
+            return False
+    return True
+
+
+def most_shared(sets):
+    """Return the largest number of elements that two of these sets share."""
+    return max(len(a & b) for a, b in itertools.combinations(sets, 2))
+
+
+def find_shared_samples(runs, loaders):
+    """Return a sentence if two ranks read the same samples in one epoch, or None."""
+    loader = loaders[0]
+    world_size = len(runs)
+    whole = [one.share is not None and one.share >= (one.size or math.inf) for one in loaders]
+    divided = loader.subset is not None and not most_shared([set(one.subset) for one in loaders])
+    if divided:  # a share that was taken by hand
+        return None
+    seeds = [one.seed for one in loaders]
+    if draws_with_replacement(loaders):
+        if all(whole):
+            return (
+                f"each of the {world_size} ranks draws {loader.share:,} samples per epoch from a "
+                f"data set of {loader.size:,} ({loader.sampler} at {loader.line}): {world_size} "
+                f"epochs in one. Give it num_samples // {world_size}, and another seed on each "
+                "rank (docs/copy-setup-distributed.md)"
+            )
+        if all(one.epochs[0].indices == loader.epochs[0].indices for one in loaders):
+            return (
+                f"all ranks draw the same samples ({loader.sampler} at {loader.line}): seed each "
+                "rank differently, after the model is made (docs/copy-setup-distributed.md)"
+            )
+        return None
+    for epoch in range(min(len(one.epochs) for one in loaders)):
+        sets = [set(one.indices(epoch)) for one in loaders]
+        shared = most_shared(sets)
+        if shared < world_size:  # a DistributedSampler repeats up to world_size - 1 samples
+            continue
+        example = next(a & b for a, b in itertools.combinations(sets, 2) if a & b)
+        text = (
+            f"two ranks read the same samples: {shared:,} of {len(sets[0]):,} samples of epoch "
+            f"{epoch + 1} ({loader.sampler} at {loader.line}), such as sample {min(example)}"
+        )
+        if len(set(map(str, seeds))) > 1:
+            return (
+                f"{text}. The seed of the {loader.sampler} differs: {values_of(runs, seeds)}. It "
+                "must be the same on all ranks (docs/data-loading.md)"
+            )
+        if loader.sampler == "DistributedSampler":
+            return f"{text}. Do all ranks call set_epoch() with the same number? ({WHY_SET_EPOCH})"
+        return f"{text}. {USE_SAMPLER}"
+    if all(whole) and loader.sampler in ("RandomSampler", "SequentialSampler"):
+        return (
+            f"each of the {world_size} ranks reads the whole data set ({loader.size:,} samples per "
+            f"epoch, {loader.sampler} at {loader.line}): {world_size} epochs in one. {USE_SAMPLER}"
+        )
+    return None
+
+
+def draws_with_replacement(loaders):
+    """Return whether the sampler of these loaders gives a sample several times on purpose."""
+    if loaders[0].sampler in ("RandomSampler", "SequentialSampler", "DistributedSampler"):
+        return loaders[0].replacement
+    repeats = [
+        len(set(epoch.indices)) < len(epoch.indices) for one in loaders for epoch in one.epochs
+    ]
+    return loaders[0].replacement or any(repeats)
+
+
+WHY_SET_EPOCH = "docs/data-loading.md#why-set_epoch"
+USE_SAMPLER = (
+    "Give the loader sampler=DistributedSampler(dataset) "
+    "(docs/data-loading.md#who-gets-which-image)"
+)
+
+
+def find_repeated_samples(runs, loaders):
+    """Return a sentence if a rank reads a sample twice in one epoch, or None."""
+    if draws_with_replacement(loaders):
+        return None
+    for run, loader in zip(runs, loaders, strict=True):
+        for number, epoch in enumerate(loader.epochs):
+            repeated = {k: n for k, n in Counter(epoch.indices).items() if n > 1}
+            if len(repeated) >= len(runs):
+                example = min(repeated)
+                return (
+                    f"rank {run.rank} reads {len(repeated):,} samples more than once in epoch "
+                    f"{number + 1} ({loader.sampler} at {loader.line}), such as sample {example}: "
+                    "right only if the sampler should draw with replacement"
+                )
+    return None
+
+
+def find_missing_samples(runs, loaders):
+    """Return a sentence if no rank reads some samples of a whole epoch, or None."""
+    loader = loaders[0]
+    if loader.size is None or draws_with_replacement(loaders):
+        return None
+    if not all(one.epochs[0].ended for one in loaders):
+        return None
+    read = set().union(*(one.indices(0) for one in loaders))
+    if loader.subset is None:
+        missing = loader.size - len(read)
+    else:
+        missing = len(set().union(*(one.subset for one in loaders)) - read)
+    batches = sum(one.batch_size or 0 for one in loaders)
+    if missing <= (batches if loader.drop_last else 0) + len(runs):
+        return None
+    return (
+        f"no rank reads {missing:,} of {loader.size:,} samples in epoch 1 ({loader.sampler} at "
+        f"{loader.line}): each of {len(runs)} ranks should read one {ordinal(len(runs))}. Does the "
+        "sampler know another number of ranks? (docs/data-loading.md#who-gets-which-image)"
+    )
+
+
+def check_order(runs, loaders, judgment):
+    """Compare the order of the samples in two epochs."""
+    for loader in loaders:
+        for epoch, (one, next_one) in enumerate(itertools.pairwise(loader.epochs)):
+            count = min(len(one.indices), len(next_one.indices))
+            if not loader.shuffle or count < 4:
+                continue
+            if one.indices[:count] == next_one.indices[:count]:
+                remedy = "Call sampler.set_epoch(epoch) before each epoch"
+                if loader.sampler != "DistributedSampler":
+                    remedy = "Its generator starts anew in each epoch"
+                judgment.found.append(
+                    f"epochs {epoch + 1} and {epoch + 2} have the same order of samples "
+                    f"({loader.sampler} at {loader.line}). {remedy} ({WHY_SET_EPOCH})"
+                )
+                return
+    if max(len(loader.epochs) for loader in loaders) < 2 and loaders[0].shuffle:
+        judgment.notes.append(
+            f"only one epoch of the loader at {loaders[0].line} was seen, so not whether the next "
+            "one has another order: --epoch-steps 5"
+        )
+
+
+def check_inputs(runs, judgment):
+    """Compare the inputs of the model in each training step, sample by sample."""
+    same, total, example = {}, Counter(), {}
+    constant = {}
+    passes = [[f for f in run.forwards if f.training and f.inputs] for run in runs]
+    for forwards in zip(*passes, strict=False):
+        model = forwards[0].model
+        if any(forward.model != model for forward in forwards):
+            break
+        total[model] += 1
+        inputs = [tuple(forward.inputs) for forward in forwards]
+        constant.setdefault(model, set()).add(inputs[0])
+        if len(set(inputs)) < len(inputs):
+            same.setdefault(model, []).append(forwards[0])
+            example[model] = next(
+                (runs[a].rank, runs[b].rank)
+                for a, b in itertools.combinations(range(len(runs)), 2)
+                if inputs[a] == inputs[b]
+            )
+    if not total and any(f.training for run in runs for f in run.forwards):
+        judgment.notes.append("inputs of the model that are not tensors were not compared")
+    known = [text for text in judgment.found if "same samples" in text or "whole data set" in text]
+    for model, forwards in same.items():
+        if known or len(forwards) < SAME_SHARE * total[model]:
+            continue
+        if len(constant[model]) == 1 and total[model] > 1:
+            judgment.notes.append(
+                f"the input of {model} is the same in each training step, on all ranks: right in a "
+                "benchmark"
+            )
+            continue
+        a, b = example[model]
+        judgment.found.append(
+            f"ranks {a} and {b} have the same input in {len(forwards)} of {total[model]} forward "
+            f"passes of {model} ({forwards[0].line}). Random batches and noise need another seed "
+            "on each rank, set after the model is made: torch.manual_seed(seed + rank), and "
+            "numpy's and Python's too if you draw with them (docs/copy-setup-distributed.md)"
+        )
+    if total and not same and not any("different data" in text for text in judgment.compared):
+        judgment.compared.append(f"different inputs ({sum(total.values())} forward passes)")
+
+
+# Random numbers
+
+SPANS = {
+    "loading": "while they load samples (crops and flips)",
+    "outside": "between the forward passes (noise, random batches)",
+    "forward": "in the forward pass (dropout)",
+}
+SOURCES = {
+    "torch": "torch",
+    "GPU": "torch on the GPU",
+    "numpy": "numpy",
+    "random": "Python's random",
+}
+
+
+def check_random_numbers(runs, judgment):
+    """Compare the states of the generators of random numbers, where they moved."""
+    if any("have the same input" in text for text in judgment.found):
+        return  # random numbers are the cause, and were named
+    places, names = [], []
+    for span, where in SPANS.items():
+        same = [source for source in SOURCES if draws_are_equal(runs, span, source)]
+        if span == "outside" and not {"torch", "GPU"} & set(same):
+            continue  # more likely a choice that all ranks share
+        if same:
+            places.append(where)
+            names += [SOURCES[source] for source in same if SOURCES[source] not in names]
+    if places:
+        judgment.found.append(
+            f"all ranks draw the same random numbers {' and '.join(places)}, from "
+            f"{' and '.join(names)}: seed with the rank after the model is made, "
+            "torch.manual_seed(seed + rank). Right for a choice that all ranks must share, or if "
+            "you accept equal noise (docs/data-loading.md#random-augmentation)"
+        )
+    for loaders in loaders_together(runs):
+        states = [loader.worker_states for loader in loaders]
+        if not all(states) or not loaders[0].trains:
+            continue
+        for k, source in enumerate(("torch", "GPU", "numpy", "random")):
+            seeds = {state[2 * k] for state in states}
+            if all(state[2 * k + 1] for state in states) and len(seeds) == 1:
+                judgment.found.append(
+                    f"the loader workers of all ranks draw the same random numbers "
+                    f"({SOURCES[source]}, loader at {loaders[0].line}): the k-th image of each "
+                    "rank is cropped and flipped alike. Seed with the rank before the loader is "
+                    "used: torch.manual_seed(seed + rank), and add the rank to the seed of a "
+                    "worker_init_fn (docs/data-loading.md#random-augmentation)"
+                )
+                break
+
+
+def draws_are_equal(runs, span, source):
+    """Return whether all ranks drew the same numbers in this span, in each step but the first."""
+    steps = [
+        {step for step, name, kind in run.draws if (name, kind) == (span, source) and step > 0}
+        for run in runs
+    ]
+    common = set.intersection(*steps)
+    if not common:
+        return False
+    states = [[run.draws[step, span, source] for step in sorted(common)] for run in runs]
+    return all(some == states[0] for some in states)
+
+
+# The evaluation
+
+
+def check_evaluation(runs, judgment):
+    """Compare which samples each rank evaluates."""
+    seen = False
+    for loaders in loaders_together(runs):
+        loader = loaders[0]
+        if any(one.trains or not one.evaluates for one in loaders):
+            continue
+        seen = True
+        if not all(one.known for one in loaders) or loader.size is None:
+            judgment.notes.append(f"the samples evaluated at {loader.line} have no numbers")
+            continue
+        if not all(one.epochs[0].ended for one in loaders) or loader.replacement:
+            judgment.notes.append(f"no whole evaluation was seen at {loader.line}")
+            continue
+        sets = [set(one.indices(0)) for one in loaders]
+        counts = Counter(k for one in loaders for k in one.indices(0))
+        everything = expected_samples(loaders)
+        twice = [k for k, count in counts.items() if count > 1]
+        missing = everything - set(counts)
+        if all(some == sets[0] for some in sets) and len(sets[0]) == len(everything):
+            judgment.notes.append(
+                f"each rank evaluates all {len(everything):,} samples ({loader.line}): right if "
+                "their counts are not summed over the ranks, but every rank does the same work"
+            )
+        elif twice or missing:
+            parts = []
+            if twice:
+                parts.append(f"{len(twice):,} twice, such as sample {min(twice)}")
+            if missing:
+                parts.append(f"{len(missing):,} on no rank, such as sample {min(missing)}")
+            gathers = any("gather" in name for name, _ in runs[0].messages)
+            only_twice = gathers and not missing
+            (judgment.notes if only_twice else judgment.found).append(
+                f"of {len(everything):,} samples, the ranks evaluate {' and '.join(parts)} "
+                f"({loader.sampler} at {loader.line}): the result depends on the number of ranks, "
+                "unless you leave out the repeated ones after a gather. Give each rank "
+                "range(rank, len(dataset), world_size) (docs/data-loading.md#exact-evaluation)"
+            )
+        else:
+            judgment.compared.append(f"each of {len(everything):,} samples evaluated once")
+    for run in runs:
+        seen = seen or any(not forward.training for forward in run.forwards)
+    if not seen:
+        judgment.notes.append("no evaluation was seen: --epoch-steps 5, or --steps 0 to the end")
+
+
+def expected_samples(loaders):
+    if loaders[0].subset is None:
+        return set(range(loaders[0].size))
+    return set().union(*(one.subset for one in loaders))
+
+
+def check_evaluated_model(runs, judgment):
+    """Compare the weights and batch norm's running statistics with which the ranks evaluate."""
+    begins = [[f for f in run.forwards if f.weights] for run in runs]
+    for forwards in zip(*begins, strict=False):
+        if different_places([forward.weights for forward in forwards]):
+            what = "the weights of the evaluated model"
+            remedy = (
+                "Make its copies of the weights after the wrap (docs/copy-setup-distributed.md)"
+            )
+        elif different_places([forward.statistics for forward in forwards]):
+            what = "batch norm's running statistics"
+            page = "docs/syncbn.md#running-statistics-and-the-evaluation"
+            remedy = f"Broadcast the buffers of rank 0 before it ({page})"
+        else:
+            continue
+        text = (
+            f"{what} differ between the ranks in the evaluation after training step "
+            f"{forwards[0].step} ({forwards[0].model} at {forwards[0].line}): each rank evaluates "
+            "another model"
+        )
+        if any("of the ranks differ" in sentence for sentence in judgment.found):
+            return  # and so do these
+        if any("each rank evaluates all" in note for note in judgment.notes):
+            judgment.notes.append(f"{text}. Right if only one rank's result counts")
+        else:
+            judgment.found.append(f"{text}. {remedy}")
+        return
+
+
+# Work for nothing
+
+
+def check_accumulation(runs, judgment):
+    """Say so if the gradients are averaged in each micro-step of an accumulation."""
+    run = runs[0]
+    if len(run.optimizers) != 1:
+        return  # a step of several models has several backward passes
+    by_step = {}
+    for step, forwards, batches in run.micro_steps:
+        wrapped = [forward for forward in forwards if forward.ddp is not None]
+        by_step.setdefault(step, []).append((wrapped, batches))
+    whole = [by_step.get(step, []) for step in range(len(run.steps))]
+    whole = [passes for passes in whole if passes]
+    loads = any(batches for passes in whole for _, batches in passes)
+    for passes in whole:
+        enough = len(passes) > 1 and all(len(wrapped) == 1 for wrapped, _ in passes)
+        fresh = not loads or sum(batches for _, batches in passes) >= len(passes)
+        if not (enough and fresh and all(wrapped[0].sync for wrapped, _ in passes)):
+            return
+    if whole:
+        count = len(whole[0])
+        judgment.found.append(
+            f"the gradients are averaged in each of the {count} micro-steps of a training step "
+            f"({whole[0][0][0][0].line}): correct, but {count} times the messages. Put all but the "
+            "last one under ddp.no_sync() (docs/performance.md)"
+        )
+
+
+def check_unused(runs, judgment):
+    """Say so if every parameter is used, though DDP looks for unused ones in each step."""
+    for models in zip(*(run.models for run in runs), strict=False):
+        times = [model["times"] for model in models]
+        if not all(times) or any(min(some) == 0 or min(some) != max(some) for some in times):
+            continue
+        judgment.found.append(
+            f"find_unused_parameters=True of {models[0]['name']} is not needed: each parameter was "
+            f"used in each of {times[0][0]} backward passes, and each step searches for unused "
+            "ones. Right if later steps leave out a part of the model "
+            "(docs/troubleshooting.md)"
+        )
+
+
+def check_files(runs, judgment):
+    """Say so if several ranks of one machine write one file."""
+    writers = {}
+    for run in runs:
+        for write in run.writes:
+            ranks, modes, _ = writers.setdefault((run.host, write["path"]), (set(), set(), write))
+            ranks.add(run.rank)
+            modes.add(write["mode"])
+    for (_, path), (ranks, modes, write) in writers.items():
+        if len(ranks) == 1:
+            continue
+        text = f"{join(ranks)} write one file, {path} ({write['line']})"
+        if modes == {"a"}:
+            judgment.notes.append(f"{text}: their lines mix")
+        else:
+            judgment.found.append(
+                f"{text}: they overwrite each other, and a reader may see half a file. Write on "
+                "rank 0 only (docs/03_mnmc_ddp_launch.md#saving-and-exit)"
+            )
+
+
+def check_calls(runs, judgment):
+    """Compare the collectives that all ranks have called."""
+    if not all(run.end and run.end["why"] != "failed" for run in runs):
+        return
+    answers = {run.rank: {"at": "the end", "calls": run.calls} for run in runs}
+    for difference in differences(answers):
+        if difference.kind == "differs":
+            judgment.found.append(f"{difference.text} (docs/hangs.md)")
+
+
+def explain_failure(runs):
+    """Return a sentence on the first call in which the ranks differ, if some failed, or None."""
+    if all(run.end and run.end["why"] != "failed" for run in runs):
+        return None
+    for calls in itertools.zip_longest(*(run.messages for run in runs)):
+        names = {call and call[0] for call in calls}
+        if len(names) == 1:
+            continue
+        if None in names and len(names) == 2:
+            return None  # a rank stopped before: the others wait for it
+        seen = "; ".join(
+            f"rank {run.rank}: {call[0]} at {call[1]}"
+            for run, call in zip(runs, calls, strict=True)
+            if call
+        )
+        return (
+            f"the ranks called different collectives: {seen}. All ranks must make the same calls "
+            "in the same order (docs/hangs.md)"
+        )
+    return None
+
+
+# Helpers
+
+
+def loaders_together(runs):
+    """Yield the loaders that all ranks have, by line and order: a list with one per rank."""
+    named = []
+    for run in runs:
+        counts = Counter()
+        names = {}
+        for loader in run.loaders:
+            counts[loader.line] += 1
+            names[loader.line, counts[loader.line]] = loader
+        named.append(names)
+    for name in named[0]:
+        if all(name in names for names in named):
+            yield [names[name] for names in named]
+
+
+def different_places(lists):
+    """Return the places at which lists of numbers differ. None is unknown."""
+    return [
+        place
+        for place, numbers in enumerate(zip(*lists, strict=False))
+        if len({number for number in numbers if number is not None}) > 1
+    ]
+
+
+def values_of(runs, values):
+    """Return a value per rank as people write it: "0.1 on rank 0, 0.01 on rank 1"."""
+    ranks = {}
+    for run, value in zip(runs, values, strict=True):
+        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        ranks.setdefault(text, []).append(run.rank)
+    return ", ".join(f"{text} on {join(some)}" for text, some in ranks.items())
+
+
+def name_some(names):
+    shown = ", ".join(names[:2])
+    return f"{shown} and {len(names) - 2} more" if len(names) > 2 else shown
+
+
+def ordinal(count):
+    return {2: "half", 3: "third", 4: "quarter"}.get(count, f"{count}th")

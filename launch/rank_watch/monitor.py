@@ -1,0 +1,229 @@
+"""Read what the ranks record, find out whether they hang, and print the findings.
+
+Rank 0 starts this process: monitor.py LISTENER TOKEN WORLD_SIZE STEPS. It outlives a rank that
+aborts, so that what was seen is not lost.
+"""
+
+import json
+import selectors
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rank_watch.calls import differences, join
+from rank_watch.findings import explain_failure, judge
+from rank_watch.runs import Run
+
+SILENCE = 2  # seconds without a step of any rank, after which they are asked where they are
+STILL = 30  # seconds without any use of the CPU, after which a rank hangs, whatever it waits for
+ARRIVAL = 120  # seconds in which all ranks must connect
+
+
+class Rank:
+    """The connection to a rank, and what it has sent."""
+
+    def __init__(self, connection):
+        self.connection = connection
+        self.number = None
+        self.text = b""  # of a line that is not complete
+        self.events = []
+        self.answer = None  # to the last question: {"at": ..., "calls": ..., "cpu": ...}
+        self.still_since = None  # when it was first seen at this place with this use of the CPU
+        self.closed = False
+
+    def has_failed(self):
+        last = self.events[-1] if self.events else {"kind": ""}
+        return self.closed or (last["kind"] == "done" and last["why"] == "failed")
+
+    def is_done(self):
+        return self.closed or any(event["kind"] == "done" for event in self.events[-1:])
+
+    def send(self, message):
+        try:
+            self.connection.sendall((json.dumps(message) + "\n").encode())
+        except OSError:
+            self.closed = True
+
+
+class Monitor:
+    def __init__(self, listener, token, world_size, steps):
+        self.listener = listener
+        self.token = token
+        self.world_size = world_size
+        self.steps = steps
+        self.ranks = {}
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(listener, selectors.EVENT_READ)
+        self.last_event = time.monotonic()
+        self.last_question = 0
+        self.difference = None  # seen in the last answers: reported if the next ones repeat it
+
+    def run(self):
+        """Collect events until all ranks are done, or hang."""
+        started = time.monotonic()
+        hang = None
+        while hang is None:
+            for key, _ in self.selector.select(timeout=0.5):
+                if key.fileobj is self.listener:
+                    self.accept()
+                else:
+                    self.receive(key.data)
+            now = time.monotonic()
+            if len(self.ranks) == self.world_size:
+                if all(rank.is_done() for rank in self.ranks.values()):
+                    break
+                if now - self.last_event > SILENCE and now - self.last_question > 1:
+                    hang = self.find_hang()
+                    self.ask()
+            elif now - started > ARRIVAL:
+                missing = set(range(self.world_size)) - self.ranks.keys()
+                hang = f"{join(missing)} did not connect to rank 0: is another port closed?"
+        self.finish(hang)
+
+    def accept(self):
+        connection, _ = self.listener.accept()
+        connection.settimeout(5)
+        rank = Rank(connection)
+        self.selector.register(connection, selectors.EVENT_READ, rank)
+
+    def receive(self, rank):
+        try:
+            data = rank.connection.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            rank.closed = True
+            self.selector.unregister(rank.connection)
+            self.last_event = time.monotonic()
+            return
+        *lines, rank.text = (rank.text + data).split(b"\n")
+        for line in lines:
+            self.read(rank, json.loads(line))
+
+    def read(self, rank, event):
+        if rank.number is None:
+            if event.get("token") != self.token:
+                raise SystemExit("check_ranks.py: a stranger connected to the monitor")
+            rank.number = event["rank"]
+            self.ranks[rank.number] = rank
+            rank.send({"kind": "welcome"})
+        if event["kind"] == "calls" and "question" in event:
+            same = rank.answer and [rank.answer[key] for key in ("at", "calls")] == [
+                event[key] for key in ("at", "calls")
+            ]
+            moved = rank.answer and event["cpu"] - rank.answer["cpu"] > 0.05
+            if not same or moved or rank.still_since is None:
+                rank.still_since = time.monotonic()
+            rank.answer = event
+            return
+        self.last_event = time.monotonic()
+        rank.answer = rank.still_since = self.difference = None
+        rank.events.append(event)
+
+    def ask(self):
+        self.last_question = time.monotonic()
+        for rank in self.ranks.values():
+            if not rank.is_done():
+                rank.send({"kind": "question"})
+
+    def find_hang(self):
+        """Return a sentence if the ranks wait for each other for ever, or None: not known yet.
+
+        The sentence is empty if they wait for a rank that has failed.
+        """
+        answers = {}
+        for number, rank in self.ranks.items():
+            if rank.is_done():
+                calls = [event for event in rank.events if event["kind"] == "calls"]
+                at = {"at": where_it_ended(rank), "calls": calls[-1]["calls"] if calls else []}
+                answers[number] = at
+            elif rank.answer:
+                answers[number] = rank.answer
+        done = {number for number, rank in self.ranks.items() if rank.is_done()}
+        waiting = answers.keys() - done
+        if not waiting:
+            return None
+        seen = None
+        for difference in differences(answers):
+            certain = difference.kind == "differs"
+            ended = done & set(difference.missing)
+            still = all(
+                self.ranks[number].still_since
+                and time.monotonic() - self.ranks[number].still_since > STILL
+                for number in set(difference.missing) - done
+            )
+            if difference.kind == "missing" and (ended or still):
+                certain = True
+            if certain:
+                seen = difference.text
+                if any(self.ranks[number].has_failed() for number in difference.missing):
+                    seen = ""
+                break
+        repeated = seen is not None and seen == self.difference
+        self.difference = seen
+        if repeated and not seen:
+            return ""
+        if repeated:
+            return f"the ranks wait for each other for ever: {seen} (docs/hangs.md)"
+        return None
+
+    def finish(self, hang):
+        """Print the findings, and tell all ranks to end."""
+        runs = []
+        for number, rank in sorted(self.ranks.items()):
+            runs.append(Run(number, rank.events))
+        judgment = judge(runs)
+        found = list(judgment.found)
+        hang = hang or explain_failure(runs)
+        if hang:
+            found.insert(0, hang)
+        failures = failures_of(runs, hang)
+        lines = ["", *(f"found: {text}" for text in found), *failures]
+        steps = max((len(run.steps) for run in runs), default=0)
+        if not found and not failures:
+            seen = "; ".join(judgment.compared)
+            count = f"{steps} training step{'s' * (steps != 1)} on {len(runs)} ranks"
+            lines.append(f"ok: {count}: {seen}; nothing suspicious")
+        lines += [f"note: {text}" for text in judgment.notes]
+        print("\n".join(lines), flush=True)
+        code = int(bool(found))
+        verdict = {"kind": "verdict", "code": code, "text": "\n".join(lines[1:])}
+        for rank in self.ranks.values():
+            rank.send(verdict | {"now": not rank.is_done()})
+
+
+def where_it_ended(rank):
+    """Return what a rank that is done did last, for a sentence: "rank 1 is at ..."."""
+    end = rank.events[-1] if rank.events else {"kind": ""}
+    if end["kind"] != "done":
+        return "its end: the process was killed or has aborted"
+    if end["why"] == "steps":
+        return f"its training step {end['steps']}, the last one that is watched"
+    if end["why"] == "failed":
+        return f"its end: {end['error']} at {end['line']}"
+    return "its end: the script has ended"
+
+
+def failures_of(runs, hang):
+    """Return a line for each rank whose script failed, or whose process ended without a word."""
+    lines = []
+    for run in runs:
+        if run.end and "StopIteration" in run.end.get("error", "") and run.is_cut:
+            return ["the script counts its batches itself: expected a run without --epoch-steps"]
+        steps = f"after {len(run.steps)} training steps"
+        if run.end and run.end["why"] == "failed":
+            lines.append(f"rank {run.rank} failed {steps}: {run.end['error']} ({run.end['line']})")
+        elif run.end is None and not hang:
+            lines.append(f"rank {run.rank} was killed or has aborted {steps}")
+    return lines
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the ranks, and then this process
+    descriptor, token, world_size, steps = sys.argv[1:]
+    listener = socket.socket(fileno=int(descriptor))
+    Monitor(listener, token, int(world_size), int(steps)).run()

@@ -1,0 +1,825 @@
+"""Record what one rank of a training does, and send it to the monitor: hashes, never the data."""
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rank_watch.places import (
+    is_own,
+    own_line,
+    own_line_of_error,
+    place_of_thread,
+    recorded_calls,
+)
+from rank_watch.runs import pack
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, get_worker_info
+from torch.utils.data import dataloader as torch_loader
+from torch.utils.data._utils import fetch as torch_fetch
+
+PATIENCE = 5  # seconds to connect to the monitor
+SETTINGS = ("lr", "momentum", "betas", "weight_decay")  # of a parameter group
+STATISTICS = ("running_mean", "running_var")  # of batch norm
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("barrier", "monitored_barrier"),
+)
+SOURCES = ("torch", "GPU", "numpy", "random")  # of random numbers
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+exit_process = os._exit
+recorder = None  # of this process
+
+
+class Recorder:
+    """Watches the training of this process, from install() to finish().
+
+    It collects events, which are dictionaries, and sends them to the monitor as lines of JSON. The
+    monitor is a process that rank 0 starts.
+    """
+
+    def __init__(self, max_steps, epoch_steps):
+        self.max_steps = max_steps  # training steps, after which the run ends; 0: never
+        self.epoch_steps = epoch_steps  # batches, after which each pass over a loader ends; 0: all
+        self.pid = os.getpid()
+        self.thread = threading.get_ident()  # that trains
+        self.rank = None
+        self.world_size = None
+        self.connection = None  # to the monitor
+        self.events = []  # that are not sent yet
+        self.sending = threading.Lock()
+        self.verdict = None  # of the monitor: {"code": ..., "text": ...}
+        self.told = threading.Event()  # the verdict is there
+        self.finishing = threading.Lock()
+        self.started_processes = False  # with mp.spawn
+
+        self.communicates = False  # a collective has called another one
+        self.optimizers = {}  # id of an optimizer: its number
+        self.sizes = {}  # of each optimizer: its parameters
+        self.step_depth = 0  # an optimizer may step another one
+        self.steps = []  # of each optimizer
+        self.before = None  # the weights before the first step
+        self.gradients = []
+        self.wrapped = {}  # id of a module inside a DDP: the number of the DDP
+        self.ddps = []
+        self.names = {}  # id of a parameter: its name
+        self.held = {}  # id of a parameter: the number of its DDP
+        self.used = {}  # id of a parameter of a DDP that looks for unused ones: times it was used
+        self.root = None  # the module whose forward pass runs, and which no other module calls
+        self.named = set()  # ids of modules whose parameters have names
+        self.loader_lines = {}  # id of a loader: where it was made
+        self.loaders = {}  # id of a loader: its number, from its first pass on
+        self.datasets = []  # of each loader
+        self.index_samplers = {}  # id of a loader's sampler of batches: the loader's number
+        self.worker_states = []  # (loader, shared array)
+        self.random_states = {}  # source: hash
+        self.evaluates = False  # the last forward pass was one of an evaluation
+        self.multipliers = {}  # of hashes
+        self.kept = []  # so that no id is used twice
+
+    # What torch calls
+
+    def install(self):
+        """Make torch report what it does to this recorder, for the rest of this process's life."""
+        global recorder
+        recorder = self
+        register_optimizer_step_pre_hook(self.before_step)
+        register_optimizer_step_post_hook(self.after_step)
+        register_module_forward_pre_hook(self.before_forward)
+        register_module_forward_hook(self.after_forward, always_call=True)
+        for owner in (dist, dist.distributed_c10d):
+            replace(owner, "init_process_group", self.join)
+            for name in COLLECTIVES:
+                replace(owner, name, functools.partial(self.communicate, name))
+        replace(DistributedDataParallel, "__init__", self.wrap)
+        replace(torch.autograd, "backward", self.backward)  # which loss.backward() calls
+        replace(torch.amp.GradScaler, "update", self.scale)
+        replace(ReduceLROnPlateau, "step", self.follow)
+        replace(DataLoader, "__init__", self.make_loader)
+        replace(DataLoader, "__iter__", self.begin_loader)
+        replace(DataLoader, "__len__", self.length)
+        replace(torch_loader._BaseDataLoaderIter, "_next_index", self.next_index)
+        replace(torch_loader._BaseDataLoaderIter, "__next__", self.next_batch)
+        replace(torch_fetch._MapDatasetFetcher, "fetch", fetch_in_worker)
+        replace(random, "seed", functools.partial(note_seed, "random"))
+        if numpy := sys.modules.get("numpy"):
+            replace(numpy.random, "seed", functools.partial(note_seed, "numpy"))
+        replace(torch, "save", self.save)
+        replace(os, "_exit", self.leave)
+        spawning = sys.modules["torch.multiprocessing.spawn"]
+        for owner in (spawning, torch.multiprocessing):
+            replace(owner, "start_processes", self.start_processes)
+        sys.addaudithook(self.audit)
+
+    def join(self, real, *args, **kwargs):
+        if self.connection or dist.is_initialized():
+            return real(*args, **kwargs)
+        result = real(*args, **kwargs)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if self.world_size == 1:
+            self.finish_alone()
+            exit_process(self.exit_code(0))
+        self.connect()
+        return result
+
+    def communicate(self, name, real, *args, **kwargs):
+        if self.communicates or self.connection is None:
+            return real(*args, **kwargs)
+        self.communicates = True  # all_gather_object() calls all_gather()
+        self.add("collective", name=name, line=own_line())
+        self.flush()
+        try:
+            return real(*args, **kwargs)
+        finally:
+            self.communicates = False
+
+    def wrap(self, real, ddp, module, *args, **kwargs):
+        result = real(ddp, module, *args, **kwargs)
+        number = len(self.ddps)
+        self.ddps.append(ddp)
+        for part in module.modules():
+            self.wrapped[id(part)] = number
+        for name, parameter in module.named_parameters():
+            self.names[id(parameter)] = name
+            if parameter.requires_grad:  # else DDP leaves it out, also if it is to train later
+                self.held[id(parameter)] = number
+            if ddp.find_unused_parameters and parameter.requires_grad:
+                self.used[id(parameter)] = 0
+                parameter.register_post_accumulate_grad_hook(count_use)
+        self.add(
+            "model",
+            name=type(module).__name__,
+            unused=bool(ddp.find_unused_parameters),
+            static=bool(getattr(ddp, "static_graph", False)),
+            parameters=len(list(module.parameters())),
+        )
+        return result
+
+    def before_step(self, optimizer, args, kwargs):
+        self.step_depth += 1
+        if self.step_depth > 1:  # ZeroRedundancyOptimizer steps another optimizer
+            return
+        self.root = None
+        parameters = parameters_of(optimizer)
+        self.gradients = fingerprints(parameter.grad for parameter in parameters)
+        number = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
+        if self.sizes.get(number) != len(parameters):
+            self.before = fingerprints(parameters)
+
+    def after_step(self, optimizer, args, kwargs):
+        self.step_depth -= 1
+        if self.step_depth:
+            return
+        parameters = parameters_of(optimizer)
+        number = self.optimizers[id(optimizer)]
+        if number == len(self.steps):
+            self.steps.append(0)
+            self.kept.append(optimizer)
+        if self.sizes.get(number) != len(parameters):  # new, or with another group of parameters
+            self.sizes[number] = len(parameters)
+            self.add(
+                "optimizer",
+                optimizer=number,
+                name=type(optimizer).__name__,
+                names=[self.names.get(id(parameter), "") for parameter in parameters],
+                models=[self.held.get(id(parameter)) for parameter in parameters],
+                before=self.before,
+            )
+        self.steps[number] += 1
+        settings = [
+            {name: number_of(group[name]) for name in SETTINGS if name in group}
+            for group in optimizer.param_groups
+        ]
+        self.mark("step")
+        self.add(
+            "step",
+            optimizer=number,
+            settings=settings,
+            gradients=self.gradients,
+            weights=fingerprints(parameters),
+            line=own_line(),
+        )
+        self.flush()
+        if self.max_steps and self.steps[number] >= self.max_steps:
+            self.end_at_step(self.steps[number])
+
+    def before_forward(self, module, args):
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
+            return
+        ddp = isinstance(module, DistributedDataParallel)
+        if self.root is not None and not ddp:
+            return
+        if torch._C._current_graph_task_id() != -1:  # computed again, in the backward pass
+            return
+        parameters = list(module.parameters())
+        trains = module.training and any(parameter.requires_grad for parameter in parameters)
+        if not parameters or (module.training and not trains):
+            return  # a loss function, a transform of images
+        if self.root is None:
+            self.root = module
+            if id(module) not in self.named:
+                self.named.add(id(module))
+                self.kept.append(module)
+                for name, parameter in module.named_parameters():
+                    self.names.setdefault(id(parameter), name)
+        self.mark("outside")
+        self.add_forward(module, args, ddp)
+
+    def add_forward(self, module, args, ddp):
+        training = module.training
+        values = {}
+        if not training and not self.evaluates:
+            model = module.module if ddp else module
+            norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            buffers = [getattr(norm, name) for norm in norms for name in STATISTICS]
+            values["statistics"] = fingerprints(buffers)
+            values["weights"] = fingerprints(model.parameters())
+        self.evaluates = not training
+        self.add(
+            "forward",
+            model=type(module.module if ddp else module).__name__,
+            ddp=self.ddps.index(module) if ddp else None,
+            inside=self.wrapped.get(id(module)),
+            sync=bool(getattr(module, "require_backward_grad_sync", True)),
+            training=training,
+            grad=torch.is_grad_enabled(),
+            joins=bool(ddp and module._join_config.enable),
+            inputs=self.hashes_of_samples(args),
+            line=own_line(),
+            **values,
+        )
+        self.flush()  # a collective that the other ranks do not call may end this process
+
+    def after_forward(self, module, args, output):
+        if module is self.root:
+            self.root = None
+            self.mark("forward")
+
+    def backward(self, real, *args, **kwargs):
+        self.add("backward", in_step=self.step_depth > 0)
+        return real(*args, **kwargs)
+
+    def scale(self, real, scaler, *args, **kwargs):
+        result = real(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            self.add("scale", value=scaler.get_scale())
+        return result
+
+    def follow(self, real, scheduler, metrics, *args, **kwargs):
+        with contextlib.suppress(TypeError, ValueError):
+            self.add("follow", value=float(metrics), line=own_line())
+        return real(scheduler, metrics, *args, **kwargs)
+
+    # Data
+
+    def make_loader(self, real, loader, *args, **kwargs):
+        self.loader_lines[id(loader)] = own_line()
+        return real(loader, *args, **kwargs)
+
+    def begin_loader(self, real, loader):
+        if get_worker_info() is not None:
+            return real(loader)
+        number = self.loaders.setdefault(id(loader), len(self.loaders))
+        if number == len(self.datasets):
+            self.add_loader(loader)
+        sampler = loader.sampler
+        self.mark("before a loader")
+        array = multiprocessing.get_context("fork").RawArray("q", 2 * len(SOURCES))
+        self.worker_states.append((number, array))
+        set_worker_states(array)
+        self.add("epoch", loader=number, set_epoch=getattr(sampler, "epoch", None))
+        try:
+            return real(loader)
+        finally:
+            set_worker_states(None)
+            self.mark("loader")
+
+    def length(self, real, loader):
+        return min(real(loader), self.epoch_steps or sys.maxsize)
+
+    def add_loader(self, loader):
+        self.kept.append(loader)
+        self.datasets.append(loader.dataset)
+        sampler, dataset = loader.sampler, loader.dataset
+        values = {"iterable": isinstance(dataset, IterableDataset)}
+        self.index_samplers[id(loader._index_sampler)] = self.loaders[id(loader)]
+        if not values["iterable"]:
+            base, indices = base_of(dataset)
+            values["size"] = length_of(dataset)
+            values["base"] = [type(base).__name__, length_of(base)]
+            values["subset"] = None if indices is None else pack(indices)
+            values["share"] = length_of(sampler) if loader.batch_size else None
+            values["sampler"] = type(
+                loader.batch_sampler if is_custom(loader) else sampler
+            ).__name__
+            values["replacement"] = bool(getattr(sampler, "replacement", False))
+            values["shuffle"] = isinstance(sampler, RandomSampler) or getattr(
+                sampler, "shuffle", None
+            )
+            values["seed"] = getattr(sampler, "seed", None)
+            values["drop_last"] = bool(loader.drop_last)
+            values["batch_size"] = loader.batch_size
+        line = self.loader_lines.get(id(loader)) or own_line()
+        self.add("loader", workers=loader.num_workers, line=line, **values)
+
+    def next_index(self, real, iterator):
+        number = self.index_samplers.get(id(iterator._index_sampler))
+        self.mark("loading")
+        try:
+            indices = real(iterator)
+        except StopIteration:
+            if number is not None:
+                self.add("epoch ends", loader=number)
+            raise
+        self.mark("sampler")
+        if number is not None:
+            self.add("indices", loader=number, indices=numbers_in(indices))
+        return indices
+
+    def next_batch(self, real, iterator):
+        if self.epoch_steps and iterator._num_yielded >= self.epoch_steps:
+            self.add("epoch is cut")
+            raise StopIteration
+        self.mark("outside")
+        batch = real(iterator)
+        self.mark("loading")
+        self.add("batch", loader=self.index_samplers.get(id(iterator._index_sampler)))
+        return batch
+
+    def hashes_of_samples(self, args):
+        """Return a hash for each sample of a batch of inputs, or None: unknown."""
+        try:
+            with torch.no_grad():
+                tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.dim()]
+                if not tensors:
+                    return None
+                tensors = [x for x in tensors if len(x) == len(tensors[0])]
+                total = sum(self.hash_rows(x) * (k + 1) for k, x in enumerate(tensors))
+                return total.tolist()
+        except (RuntimeError, TypeError, NotImplementedError):
+            return None
+
+    def hash_rows(self, tensor):
+        """Return a number of 64 bits for each row: a sum with weights that are always the same."""
+        rows = as_integers(tensor).view(len(tensor), -1)
+        count = rows.size(1)
+        key = (count, rows.device)
+        if key not in self.multipliers:
+            generator = torch.Generator().manual_seed(1)
+            numbers = torch.randint(2**62, (count,), generator=generator)
+            self.multipliers[key] = (2 * numbers + 1).to(rows.device)
+        return torch.stack([(row.long() * self.multipliers[key]).sum() for row in rows])
+
+    def probe(self):
+        """Send hashes of three samples of each data set, read with the same random numbers."""
+        states = torch.get_rng_state(), random.getstate()
+        numpy = sys.modules.get("numpy")
+        numpy_state = numpy.random.get_state() if numpy else None
+        for number, dataset in enumerate(self.datasets):
+            base, _ = base_of(dataset)
+            hashes = []
+            with contextlib.suppress(Exception):  # of the reader's data set
+                for index in (0, len(base) // 2, len(base) - 1):
+                    torch.manual_seed(0)
+                    random.seed(0)
+                    if numpy:
+                        numpy.random.seed(0)
+                    hashes.append(hash_of(base[index]))
+            self.add("samples", loader=number, hashes=hashes)
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+    # Random numbers
+
+    def mark(self, span):
+        """Note whether random numbers were drawn since the last mark, in the span that ends now."""
+        if threading.get_ident() != self.thread:
+            return
+        for source, state in random_states().items():
+            before = self.random_states.get(source)
+            self.random_states[source] = state
+            if before is not None and before != state:
+                self.add("draw", span=span, source=source, state=state)
+
+    # Files
+
+    def save(self, real, value, file, *args, **kwargs):
+        if isinstance(file, str | os.PathLike):
+            self.add("write", path=os.path.abspath(file), mode="w", line=own_line())
+        return real(value, file, *args, **kwargs)
+
+    def audit(self, event, args):
+        if event != "open" or os.getpid() != self.pid:
+            return
+        path, mode, _ = args
+        if not isinstance(path, str) or not isinstance(mode, str) or mode[0] not in "wax":
+            return
+        private = ("/dev/", "/proc/", "/sys/", "/.cache/", "__pycache__", "torchinductor")
+        if not any(part in path for part in private) and (line := own_line()):
+            self.add("write", path=os.path.abspath(path), mode=mode[0], line=line)
+
+    # Processes that this one starts
+
+    def start_processes(self, real, fn, *args, **kwargs):
+        self.started_processes = True
+        return real(Watched(fn, self.max_steps, self.epoch_steps), *args, **kwargs)
+
+    # Messages
+
+    def add(self, kind, **values):
+        if os.getpid() == self.pid:  # not in a worker of a loader
+            self.events.append({"kind": kind} | values)
+
+    def connect(self):
+        """Connect to the monitor, which rank 0 starts. Its address is in the group's store."""
+        store = dist.PrefixStore("check_ranks", dist.distributed_c10d._get_default_store())
+        if self.rank == 0:
+            listener = socket.create_server(("", 0), backlog=self.world_size)
+            token = secrets.token_hex(16)
+            monitor = Path(__file__).with_name("monitor.py")
+            arguments = [listener.fileno(), token, self.world_size, self.max_steps]
+            subprocess.Popen(
+                [sys.executable, str(monitor), *map(str, arguments)],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+            port = listener.getsockname()[1]
+            listener.close()
+            store.set("address", json.dumps([socket.gethostname(), port, token]))
+        host, port, token = json.loads(store.get("address"))
+        hosts = [os.environ.get("MASTER_ADDR"), host]
+        if host == socket.gethostname():
+            hosts.insert(0, "127.0.0.1")
+        for name in filter(None, hosts):
+            with contextlib.suppress(OSError):
+                self.connection = socket.create_connection((name, port), PATIENCE)
+                self.send(
+                    [
+                        {
+                            "kind": "hello",
+                            "token": token,
+                            "rank": self.rank,
+                            "host": socket.gethostname(),
+                        }
+                    ]
+                )
+                self.replies = self.connection.makefile()
+                if self.replies.readline():  # the monitor accepts the token
+                    break
+                self.connection = None
+        if self.connection is None:
+            sys.exit(f"check_ranks.py: rank {self.rank} cannot connect to {host}:{port} of rank 0")
+        self.connection.settimeout(None)
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def send(self, events):
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        with self.sending:
+            self.connection.sendall(text.encode())
+
+    def flush(self):
+        events, self.events = self.events, []
+        if self.connection is None:
+            self.events = events
+        else:
+            with contextlib.suppress(OSError):  # the monitor has ended
+                self.send(events)
+
+    def listen(self):
+        """Answer the monitor's questions, until it sends its verdict or ends."""
+        with contextlib.suppress(OSError):
+            for line in self.replies:
+                message = json.loads(line)
+                if message["kind"] == "verdict":
+                    self.verdict = message
+                    break
+                self.flush()
+                at = place_of_thread(self.thread)
+                answer = {"kind": "calls", "question": True, "at": at, "calls": recorded_calls()}
+                self.send([answer | {"cpu": time.process_time()}])
+        if self.verdict is None:
+            text = "check_ranks.py: the process that compares the ranks has ended too early"
+            self.verdict = {"code": 1, "text": text, "now": False}
+            print(text, file=sys.stderr)
+        self.told.set()
+        if self.verdict and self.verdict["now"]:  # this rank hangs, or will never be needed again
+            self.write_error_file()
+            exit_process(self.exit_code(0))
+
+    # The end
+
+    def end_at_step(self, step):
+        """End the run after the last step that is watched."""
+        self.finish("steps", steps=step)
+        exit_process(self.exit_code(0))
+
+    def leave(self, real, code):
+        if os.getpid() == self.pid:
+            error, line = f"exit code {code}", own_line()
+            if exception := sys.exc_info()[1]:
+                error, line = one_line(exception), own_line_of_error(exception)
+            self.finish("failed" if code else "end", error=error, line=line)
+            code = self.exit_code(code)
+        real(code)
+
+    def finish(self, why, **values):
+        """Send what is left, and wait for the verdict. Once: later calls return at once."""
+        if not self.finishing.acquire(blocking=False):
+            return
+        if self.connection is None:
+            if why != "failed":
+                self.finish_alone()
+            return
+        if why != "failed":
+            self.probe()
+        for number, array in self.worker_states:
+            if any(array):  # else its workers were those of the epoch before
+                self.add("worker", loader=number, states=list(array))
+        for number, ddp in enumerate(self.ddps):
+            if ddp.find_unused_parameters:
+                used = [self.used.get(id(p)) for p in ddp.module.parameters() if p.requires_grad]
+                self.add("used", model=number, times=used)
+        self.add("calls", at="", calls=recorded_calls(), cpu=time.process_time())
+        self.add("done", why=why, **values)
+        self.flush()
+        self.told.wait()
+        self.write_error_file()
+
+    def finish_alone(self):
+        """Say what is wrong in a process that has no other rank."""
+        if self.started_processes:
+            return
+        count = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", 1)))
+        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+        text = alone(count, sum(self.steps))
+        self.verdict = {"code": 1 if count > 1 else 2, "text": text}
+        if rank == 0:
+            print(text, flush=True)
+            self.write_error_file()
+        self.rank = rank
+
+    def exit_code(self, code):
+        """Return the exit code of this process, whose script ended with `code`."""
+        if code == 0 and self.rank == 0 and self.verdict:
+            return self.verdict["code"]
+        return code
+
+    def write_error_file(self):
+        """Let torchrun print the findings as the cause, last of all."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path and self.rank == 0 and self.verdict and self.verdict["code"]:
+            text = self.verdict["text"]
+            extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
+class Watched:
+    """A function that mp.spawn calls, in a process that is watched."""
+
+    def __init__(self, function, max_steps, epoch_steps):
+        self.function = function
+        self.options = max_steps, epoch_steps
+
+    def __call__(self, *args):
+        if recorder is None:
+            Recorder(*self.options).install()
+        else:  # this process is a fork
+            recorder.pid, recorder.thread = os.getpid(), threading.get_ident()
+            recorder.started_processes = False
+        watch(lambda: self.function(*args))
+
+
+def watch(function):
+    """Call function() under the recorder of this process, and exit as it ends."""
+    code = 0
+    try:
+        function()
+        recorder.finish("end")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        recorder.finish("failed" if code else "end", error=f"exit code {code}", line=own_line())
+    except BaseException as error:
+        code = 1
+        print_error(error)
+        recorder.finish("failed", error=one_line(error), line=own_line_of_error(error))
+    code = recorder.exit_code(code)
+    if code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        exit_process(code)  # mp.spawn would print a traceback of this
+
+
+def print_error(error):
+    """Print an exception as Python does, from the first frame of the script on."""
+    trace = error.__traceback__
+    while trace and not is_own(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace or error.__traceback__)
+
+
+def one_line(error):
+    return traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+
+
+def alone(count, steps):
+    if count > 1:
+        return (
+            f"found: {steps} training steps, and no process group: the script never called "
+            f"init_process_group(), so each of the {count} processes trains a model of its own "
+            "(docs/copy-setup-distributed.md)"
+        )
+    return (
+        "check_ranks.py: one process, so there are no ranks to compare: expected two or more; "
+        "torchrun --nproc-per-node=2 launch/check_ranks.py train.py; with one GPU, on the CPU: "
+        "CUDA_VISIBLE_DEVICES= torchrun ..."
+    )
+
+
+def replace(owner, name, function):
+    """Replace a function by function(the replaced one, its arguments)."""
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def wrapper(*args, **kwargs):
+        return function(real, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+# Hashes
+
+
+def as_integers(tensor):
+    """Return the bits of a tensor, flat, as whole numbers."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    tensor = tensor.contiguous().view(-1)
+    return tensor.view(INTEGERS[tensor.element_size()])
+
+
+def fingerprints(tensors):
+    """Return a number for each tensor, which is equal for equal bits, or None: unknown, sharded.
+
+    It is the sum of the bits, read as whole numbers, without the carry: the order in which a device
+    adds does not matter.
+    """
+    with torch.no_grad():
+        numbers = []
+        for tensor in tensors:
+            if tensor is None or not is_whole(tensor):
+                numbers.append(None)
+                continue
+            integers = as_integers(tensor)
+            kind = torch.int64 if integers.element_size() < 4 else integers.dtype
+            numbers.append(integers.sum(dtype=kind))
+        known = [number.long() for number in numbers if number is not None]
+        values = iter(torch.stack(known).tolist() if known else [])
+        return [None if number is None else next(values) for number in numbers]
+
+
+def is_whole(tensor):
+    """Return whether a rank has all of a tensor, not a shard of it."""
+    sharded = hasattr(tensor, "placements") or hasattr(tensor, "_local_shard")
+    return not sharded and tensor.layout == torch.strided
+
+
+def hash_of(value):
+    """Return a hash of a sample of a data set: of its tensors, arrays, numbers and strings."""
+    total = 0
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu().contiguous().numpy()
+        data = leaf.tobytes() if hasattr(leaf, "tobytes") else repr(leaf).encode()
+        total = zlib.crc32(data, total)
+    return total
+
+
+def random_states():
+    """Return a hash of the state of each generator of random numbers: {source: hash}."""
+    states = {"torch": zlib.crc32(torch.get_rng_state().numpy().tobytes())}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["GPU"] = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes())
+    if numpy := sys.modules.get("numpy"):
+        _, keys, position, *_ = numpy.random.get_state()
+        states["numpy"] = zlib.crc32(keys.tobytes(), position)
+    states["random"] = hash(random.getstate()[1])
+    return states
+
+
+# In the workers of a loader
+
+worker_states = None  # shared with the workers that are started now: a state, and whether it moved
+seeds = {}  # {source: the last seed}
+
+
+def set_worker_states(array):
+    global worker_states
+    worker_states = array
+
+
+def note_seed(source, real, *args, **kwargs):
+    seeds[source] = hash(repr((args, kwargs))) >> 1
+    return real(*args, **kwargs)
+
+
+def last_seeds():
+    return seeds | {"torch": torch.initial_seed() >> 1}
+
+
+def fetch_in_worker(real, fetcher, indices):
+    """Note the random numbers with which the first worker begins, and whether it draws any.
+
+    A data set that seeds for each sample begins with its last seed.
+    """
+    worker = get_worker_info()
+    if worker is None or worker.id or worker_states is None:
+        return real(fetcher, indices)
+    before, seeds_before = random_states(), last_seeds()
+    result = real(fetcher, indices)
+    after, seeds_after = random_states(), last_seeds()
+    for k, source in enumerate(SOURCES):
+        if source in before:
+            start = before[source]
+            if seeds_before.get(source) != seeds_after.get(source):
+                start = seeds_after[source]
+            worker_states[2 * k] = worker_states[2 * k] or start
+            worker_states[2 * k + 1] |= before[source] != after[source]
+    return result
+
+
+def count_use(parameter):
+    recorder.used[id(parameter)] += 1
+
+
+def parameters_of(optimizer):
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def number_of(value):
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def numbers_in(indices):
+    """Return indices as lists of whole numbers, one for each sample, or None: they are others.
+
+    A sampler may give (epoch, index) for each sample.
+    """
+    try:
+        if not isinstance(indices, list | tuple):
+            indices = [indices]
+        return [list(map(int, one if isinstance(one, tuple) else [one])) for one in indices]
+    except (TypeError, ValueError):
+        return None
+
+
+def base_of(dataset):
+    """Return the data set inside of Subsets, and the indices in it, or None: all."""
+    indices = None
+    while isinstance(dataset, Subset):
+        inner = dataset.indices
+        indices = list(inner) if indices is None else [inner[k] for k in indices]
+        dataset = dataset.dataset
+    return dataset, indices
+
+
+def is_custom(loader):
+    """Return whether the script gave the loader its own sampler of batches."""
+    return type(loader.batch_sampler).__name__ not in ("BatchSampler", "NoneType")
+
+
+def length_of(value):
+    try:
+        return len(value)
+    except TypeError:
+        return None

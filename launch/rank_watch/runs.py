@@ -1,0 +1,236 @@
+"""What one rank did, in the order of the training: read from the events of its recorder."""
+
+import base64
+import zlib
+from collections import Counter
+from typing import Any, NamedTuple
+
+
+class Forward(NamedTuple):
+    """A forward pass of a model that trains, or of one that is evaluated."""
+
+    step: int  # training steps before it
+    training: bool
+    model: str
+    ddp: int | None  # the number of the DistributedDataParallel that was called
+    inside: int | None  # of the one whose model was called, past it
+    sync: bool  # its gradients are averaged
+    inputs: Any  # a hash for each sample, or None
+    statistics: Any  # of batch norm, when an evaluation begins
+    weights: Any  # of the model, when an evaluation begins
+    line: str
+
+
+class Loader:
+    """A DataLoader that the script iterated over."""
+
+    def __init__(self, values):
+        self.line = values["line"]
+        self.workers = values["workers"]
+        self.iterable = values["iterable"]
+        self.known = False  # each sample has a number, an index of the data set
+        self.size = values.get("size")  # of its data set
+        self.base = values.get("base")  # the data set inside of Subsets: [type, length]
+        self.subset = unpack(values.get("subset"))  # indices of the base, in order, or None
+        self.share = values.get("share")  # samples per epoch on this rank, or None: unknown
+        self.sampler = values.get("sampler", "")
+        self.replacement = values.get("replacement", False)
+        self.shuffle = values.get("shuffle")
+        self.seed = values.get("seed")
+        self.drop_last = values.get("drop_last", False)
+        self.batch_size = values.get("batch_size")
+        self.samples = None  # hashes of three samples of the base
+        self.worker_states = None
+        self.epochs = []
+        self.trains = False
+        self.evaluates = False
+
+    def settle(self):
+        """Make one whole number of each index, when all are known.
+
+        A sampler may give (epoch, index) for each sample: the number that differs most within an
+        epoch counts.
+        """
+        batches = [batch for epoch in self.epochs for batch in epoch.batches]
+        self.known = not self.iterable and all(batch is not None for batch in batches)
+        if not self.known:
+            return
+        different = Counter()  # place in an index: numbers that differ within an epoch
+        for epoch in self.epochs:
+            samples = [sample for batch in epoch.batches for sample in batch]
+            for place, column in enumerate(zip(*samples, strict=False)):
+                if self.size is None or max(column) < self.size:
+                    different[place] += len(set(column))
+        place = max(different, key=lambda place: (different[place], place), default=0)
+        for epoch in self.epochs:
+            epoch.indices = [sample[place] for batch in epoch.batches for sample in batch]
+
+    def indices(self, epoch):
+        """Return the indices of the base data set that were read in an epoch, in order."""
+        read = self.epochs[epoch].indices
+        if self.subset is None:
+            return read
+        return [self.subset[k] for k in read]
+
+
+class Epoch:
+    """One pass over a loader."""
+
+    def __init__(self, set_epoch):
+        self.set_epoch = set_epoch  # the sampler's epoch when it began
+        self.batches = []  # lists of indices, as the sampler gave them, or None: unknown
+        self.indices = []  # a whole number for each sample
+        self.ended = False  # it was not cut, and the run did not end in it
+
+
+class Run:
+    """What a rank did."""
+
+    def __init__(self, rank, events):
+        self.rank = rank
+        self.host = None
+        self.models = []  # what DistributedDataParallel holds
+        self.optimizers = {}  # the newest description of each
+        self.steps = []
+        self.forwards = []
+        self.micro_steps = []  # (step, forward passes, loaded batches) of each backward pass
+        self.loaders = []
+        self.draws = {}  # (step, span, source): state
+        self.follows = []
+        self.scales = []
+        self.writes = []
+        self.calls = []
+        self.joins = False  # DistributedDataParallel.join(): ranks may make fewer steps than others
+        self.is_cut = False  # --epoch-steps has ended an epoch
+        self.messages = []  # what the script called that sends messages: (name, line)
+        self.end = None  # the event "done", or None: the process ended without a word
+        self.recent = set()  # loaders that gave the batches for the next forward passes
+        self.claimed = False  # a forward pass has used these batches
+        self.passes = []  # forward passes since the last backward pass
+        self.batches = 0  # since the last backward pass
+        for event in events:
+            self.read(event)
+        self.loaders = merged(self.loaders)
+        for loader in self.loaders:
+            loader.settle()
+
+    def read(self, event):
+        kind = event["kind"].replace(" ", "_")
+        reader = getattr(self, f"read_{kind}", None)
+        if reader:
+            reader(event)
+
+    def read_hello(self, event):
+        self.host = event["host"]
+
+    def read_model(self, event):
+        self.models.append(event | {"times": None})
+
+    def read_optimizer(self, event):
+        self.optimizers[event["optimizer"]] = event
+
+    def read_step(self, event):
+        self.steps.append(event | {"parameters": self.optimizers[event["optimizer"]]})
+
+    def read_forward(self, event):
+        kept = {name: event.get(name) for name in Forward._fields if name != "step"}
+        forward = Forward(step=len(self.steps), **kept)
+        self.forwards.append(forward)
+        self.joins = self.joins or event["joins"]
+        if event["ddp"] is not None and event["grad"]:
+            self.messages.append(("a forward pass of DistributedDataParallel", event["line"]))
+        if event["grad"]:
+            self.passes.append(forward)
+        for number in self.recent:
+            if forward.training:
+                self.loaders[number].trains = True
+            else:
+                self.loaders[number].evaluates = True
+        if forward.training:
+            self.recent = set()
+        self.claimed = True
+
+    def read_backward(self, event):
+        if not event["in_step"]:  # LBFGS computes gradients several times in a step
+            self.micro_steps.append((len(self.steps), self.passes, self.batches))
+        self.passes = []
+        self.batches = 0
+
+    def read_loader(self, event):
+        self.loaders.append(Loader(event))
+
+    def read_epoch(self, event):
+        self.loaders[event["loader"]].epochs.append(Epoch(event["set_epoch"]))
+
+    def read_indices(self, event):
+        self.loaders[event["loader"]].epochs[-1].batches.append(event["indices"])
+
+    def read_epoch_ends(self, event):
+        self.loaders[event["loader"]].epochs[-1].ended = True
+
+    def read_epoch_is_cut(self, event):
+        self.is_cut = True
+
+    def read_collective(self, event):
+        self.messages.append((event["name"], event["line"]))
+
+    def read_batch(self, event):
+        self.batches += 1
+        if event["loader"] is None:
+            return
+        if self.claimed:
+            self.recent = set()
+            self.claimed = False
+        self.recent.add(event["loader"])
+
+    def read_samples(self, event):
+        self.loaders[event["loader"]].samples = event["hashes"]
+
+    def read_worker(self, event):
+        self.loaders[event["loader"]].worker_states = event["states"]
+
+    def read_draw(self, event):
+        self.draws[len(self.steps), event["span"], event["source"]] = event["state"]
+
+    def read_follow(self, event):
+        self.follows.append(event)
+
+    def read_scale(self, event):
+        self.scales.append(event["value"])
+
+    def read_write(self, event):
+        self.writes.append(event)
+
+    def read_used(self, event):
+        self.models[event["model"]]["times"] = event["times"]
+
+    def read_calls(self, event):
+        self.calls = event["calls"]
+
+    def read_done(self, event):
+        self.end = event
+
+
+def merged(loaders):
+    """Return the loaders, as one where the script makes a loader of the same kind in each epoch."""
+    kinds = {}
+    for loader in loaders:
+        key = (loader.line, loader.size, loader.subset, loader.trains, loader.evaluates)
+        first = kinds.setdefault(str(key), loader)
+        if first is not loader:
+            first.epochs += loader.epochs
+    return list(kinds.values())
+
+
+def pack(indices):
+    """Return whole numbers as a string that is short enough to send."""
+    data = b"".join(int(k).to_bytes(8, "little") for k in indices)
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+def unpack(text):
+    """Return the whole numbers of pack(), or None for None."""
+    if text is None:
+        return None
+    data = zlib.decompress(base64.b64decode(text))
+    return [int.from_bytes(data[k : k + 8], "little") for k in range(0, len(data), 8)]

@@ -1,0 +1,637 @@
+"""launch/check_ranks.py, on training scripts with a mistake, and on right ones."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from processes import ROOT
+from ranks import Ranks
+
+# A right script: 64 samples in 8 steps per epoch on two ranks, then an evaluation.
+RIGHT = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))
+test_data = TensorDataset(torch.randn(21, 8), torch.randint(2, (21,)))
+net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 2))
+ddp = DistributedDataParallel(net)
+torch.manual_seed(100 + rank)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=4, sampler=sampler)
+test_loader = DataLoader(test_data, batch_size=5, sampler=range(rank, 21, world_size))
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    ddp.train()
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(ddp(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    ddp.eval()
+    for buffer in net.buffers():
+        dist.broadcast(buffer, 0)
+    total = torch.zeros(1)
+    with torch.no_grad():
+        for x, y in test_loader:
+            total += nn.functional.cross_entropy(net(x), y, reduction="sum")
+    dist.all_reduce(total)
+    scheduler.step(total.item())
+    if rank == 0:
+        torch.save(net.state_dict(), "net.pt")
+dist.destroy_process_group()
+"""
+
+AUGMENTED = """\
+class Noisy(TensorDataset):
+    def __getitem__(self, k):
+        x, y = super().__getitem__(k)
+        return x + 0.1 * torch.randn(8), y
+
+
+def seed_worker(worker):
+    torch.manual_seed(worker)
+
+
+data = Noisy(torch.randn(64, 8), torch.randint(2, (64,)))"""
+
+# name: (what is replaced in RIGHT, by what, what the checker finds)
+MISTAKES = {
+    "net instead of ddp": [
+        ("cross_entropy(ddp(x), y)", "cross_entropy(net(x), y)"),
+        r"weights of the ranks differ after training step 1 \(SGD at \S+:\d+\): 0.weight, \S+ "
+        r"and \d more. No forward pass of a DistributedDataParallel in training: at \S+:\d+ ",
+    ],
+    "jingyaogong/minimind#853: the forward pass through .module": [
+        ("cross_entropy(ddp(x), y)", "cross_entropy(ddp.module(x), y)"),
+        r"No forward pass of a DistributedDataParallel in training: at \S+:\d+ the model inside it",
+    ],
+    "no wrap": [
+        ("ddp = DistributedDataParallel(net)", "ddp = net"),
+        r"No DistributedDataParallel was made",
+    ],
+    "a layer outside": [
+        (
+            "optimizer = torch.optim.SGD(net.parameters()",
+            "head = nn.Linear(2, 2)\n"
+            "optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()]",
+        ),
+        ("cross_entropy(ddp(x), y)", "cross_entropy(head(ddp(x)), y)"),
+        r"No DistributedDataParallel holds these parameters",
+    ],
+    "weights changed after the wrap": [
+        (
+            "ddp = DistributedDataParallel(net)",
+            "ddp = DistributedDataParallel(net)\nnet[0].weight.data += rank",
+        ),
+        r"0.weight. They differed before the first step",
+    ],
+    "optimizer state of one rank": [
+        (
+            "sampler = D",
+            "if rank == 0:\n    for p in net.parameters():\n"
+            "        optimizer.state[p]['momentum_buffer'] = torch.ones_like(p)\nsampler = D",
+        ),
+        r"Their gradients were equal: the optimizer's state differs",
+    ],
+    "clipped by rank": [
+        (
+            "        optimizer.step()",
+            "        nn.utils.clip_grad_norm_(net.parameters(), 1e-3 "
+            "* (1 + rank))\n        optimizer.step()",
+        ),
+        r"Their gradients differ: they were changed after they were averaged",
+    ],
+    "no_sync in the last": [
+        (
+            "        optimizer.step()",
+            "        with ddp.no_sync():\n"
+            "            nn.functional.cross_entropy(ddp(x), y).backward()\n"
+            "        optimizer.step()",
+        ),
+        r"The last forward pass before the step, at \S+:\d+, is under no_sync\(\)",
+    ],
+    "learning rates": [
+        ("lr=0.1,", "lr=0.1 / (1 + rank),"),
+        r"the lr of the ranks differs in training step 1: 0.1 on rank 0, 0.05 on rank 1",
+    ],
+    "rmchurch/disruptcnn#3: ReduceLROnPlateau on a local loss": [
+        ("    dist.all_reduce(total)\n", ""),
+        r"ReduceLROnPlateau.step\(\) got \S+ on rank 0, \S+ on rank 1 at \S+:\d+",
+    ],
+    "no sampler": [
+        ("sampler=sampler)", "shuffle=True)"),
+        r"two ranks read the same samples: \d+ of 64 samples of epoch 1 \(RandomSampler at "
+        r"\S+:\d+\), such as sample \d+. Give the loader sampler=DistributedSampler",
+    ],
+    "mehta-lab/VisCy#408: an epoch counter that never advances": [
+        ("    sampler.set_epoch(epoch)\n", ""),
+        r"epochs 1 and 2 have the same order of samples \(DistributedSampler at \S+:\d+\). Call "
+        r"sampler.set_epoch",
+    ],
+    "NVlabs/LongLive#71: another sampler seed on each rank": [
+        ("DistributedSampler(data)", "DistributedSampler(data, seed=rank)"),
+        r"two ranks read the same samples: .*The seed of the DistributedSampler differs: 0 on "
+        r"rank 0, 1 on rank 1",
+    ],
+    "mehta-lab/VisCy#408: every rank the same batches": [
+        ("DistributedSampler(data)", "DistributedSampler(data, num_replicas=1, rank=0)"),
+        r"two ranks read the same samples: 64 of 64 samples",
+    ],
+    "half of the data": [
+        ("DistributedSampler(data)", "DistributedSampler(data, num_replicas=4, rank=rank)"),
+        r"no rank reads 32 of 64 samples in epoch 1 .*should read one half",
+    ],
+    "random split": [
+        (
+            "sampler = D",
+            "torch.seed()\ndata, _ = torch.utils.data.random_split(data, [48, 16])\nsampler = D",
+        ),
+        r"each rank has another Subset of the data at \S+:\d+: 48 samples on rank 0, of which \d+ ",
+    ],
+    "weighted sampler": [
+        ("sampler=sampler)", "sampler=torch.utils.data.WeightedRandomSampler(torch.ones(64), 64))"),
+        r"each of the 2 ranks draws 64 samples per epoch from a data set of 64 \(WeightedRandom",
+    ],
+    "other data": [
+        (
+            "data = TensorDataset(torch.randn(64, 8)",
+            "torch.seed()\ndata = TensorDataset(torch.randn(64, 8)",
+        ),
+        r"have other samples at the same index, and a DistributedSampler divides them",
+    ],
+    "QwenLM/Qwen3-VL#1971: an unseeded shuffle on each rank": [
+        (
+            "sampler = D",
+            "import random\nrandom.seed()\nsamples = list(data)\n"
+            "random.shuffle(samples)\ndata = samples\nsampler = D",
+        ),
+        r"have other samples at the same index, and a DistributedSampler divides them",
+    ],
+    "huggingface/transformers#37932: the same worker seeds on all ranks": [
+        ("data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))", AUGMENTED),
+        (
+            "sampler=sampler)",
+            "sampler=sampler, num_workers=1, multiprocessing_context='fork', "
+            "worker_init_fn=seed_worker)",
+        ),
+        r"the loader workers of all ranks draw the same random numbers \(torch, loader at \S+\)",
+    ],
+    "mlcommons/training#844: the same noise on all ranks": [
+        ("torch.manual_seed(100 + rank)\n", ""),
+        (
+            "for x, y in loader:",
+            "for _ in range(8):\n        x, y = torch.randn(4, 8), torch.ones(4).long()",
+        ),
+        r"ranks 0 and 1 have the same input in 16 of 16 forward passes of Sequential",
+    ],
+    "same dropout": [
+        ("torch.manual_seed(100 + rank)\n", ""),
+        r"all ranks draw the same random numbers in the forward pass \(dropout\), from torch:",
+    ],
+    "same noise beside the input": [
+        ("torch.manual_seed(100 + rank)\n", ""),
+        ("ddp(x)", "ddp(x + 0.1 * torch.randn_like(x))"),
+        r"all ranks draw the same random numbers between the forward passes \(noise, random "
+        r"batches\) and in the forward pass",
+    ],
+    "repeated evaluation": [
+        ("sampler=range(rank, 21, world_size)", "sampler=DistributedSampler(test_data)"),
+        r"of 21 samples, the ranks evaluate 1 twice, such as sample \d+ \(DistributedSampler",
+    ],
+    "forgotten in the evaluation": [
+        (
+            "sampler=range(rank, 21, world_size))",
+            "sampler=range(rank, 21, world_size), drop_last=True)",
+        ),
+        r"of 21 samples, the ranks evaluate 1 on no rank, such as sample 20",
+    ],
+    "statistics of batch norm": [
+        ("        dist.broadcast(buffer, 0)", "        pass"),
+        r"batch norm's running statistics differ between the ranks in the evaluation after "
+        r"training step 8 \(Sequential",
+    ],
+    "all micro-steps averaged": [
+        (
+            "    for x, y in loader:\n        loss",
+            "    for k, (x, y) in enumerate(loader):\n        loss",
+        ),
+        ("        optimizer.zero_grad()\n", ""),
+        (
+            "        optimizer.step()",
+            "        if k % 2:\n            optimizer.step()\n            optimizer.zero_grad()",
+        ),
+        r"the gradients are averaged in each of the 2 micro-steps of a training step \(\S+:\d+\)",
+    ],
+    "looks for unused": [
+        (
+            "DistributedDataParallel(net)",
+            "DistributedDataParallel(net, find_unused_parameters=True)",
+        ),
+        r"find_unused_parameters=True of Sequential is not needed: .* each of 16 backward passes",
+    ],
+    "averaged weights of other beginnings": [
+        ("torch.manual_seed(0)\n", "torch.manual_seed(0)\ngenerator = torch.Generator()\n"),
+        (
+            "ddp = DistributedDataParallel(net)",
+            "for p in net.parameters():\n"
+            "    p.data = torch.randn(p.shape, generator=generator.manual_seed(rank))\n"
+            "average = torch.optim.swa_utils.AveragedModel(net)\n"
+            "ddp = DistributedDataParallel(net)",
+        ),
+        ("cross_entropy(net(x)", "cross_entropy(average(x)"),
+        ("    ddp.eval()", "    ddp.eval()\n    average.eval()"),
+        r"the weights of the evaluated model differ between the ranks in the evaluation after "
+        r"training step 8",
+    ],
+    "unfrozen after the wrap": [
+        ("ddp = D", "net[0].requires_grad_(False)\nddp = D"),
+        ("sampler = D", "net[0].requires_grad_(True)\nsampler = D"),
+        r"0.weight.* No DistributedDataParallel holds these parameters.* added or unfrozen",
+    ],
+    "two writers": [
+        ("    if rank == 0:\n        torch.save", "    torch.save"),
+        r"ranks 0, 1 write one file, \S+/net.pt \(\S+:\d+\): they overwrite",
+    ],
+    "collective on rank 0": [
+        ("    dist.all_reduce(total)", "    if rank == 0:\n        dist.all_reduce(total)"),
+        r"the ranks wait for each other for ever: call \d+ of the group default_pg differs: rank "
+        r"0: all_reduce \[1\] at \S+:\d+",
+    ],
+    "a forward pass of ddp on rank 0": [
+        ("    ddp.eval()", "    if rank == 0:\n        ddp(x)\n    ddp.eval()"),
+        r"(the ranks called different collectives: rank 0: a forward|the ranks wait for each)",
+    ],
+    "early stop of one rank": [
+        (
+            "    scheduler.step(total.item())",
+            "    scheduler.step(total.item())\n    if rank == 1:\n        break",
+        ),
+        r"the ranks wait for each other for ever: rank 0 in call \d+ .*; rank 1 did not call it: "
+        r"rank 1 is at its end: the script has ended",
+    ],
+}
+# name: what is replaced in RIGHT, by what else is right
+TWINS = {
+    "no wrap, gradients averaged by hand": [
+        ("ddp = DistributedDataParallel(net)", "ddp = net"),
+        (
+            "        optimizer.step()",
+            "        for p in net.parameters():\n"
+            "            dist.all_reduce(p.grad)\n            p.grad /= world_size\n"
+            "        optimizer.step()",
+        ),
+    ],
+    "no_sync in all micro-steps but the last": [
+        (
+            "    for x, y in loader:\n        loss = nn.functional.cross_entropy(ddp(x), y)\n"
+            "        optimizer.zero_grad()\n        loss.backward()\n        optimizer.step()",
+            "    for k, (x, y) in enumerate(loader):\n"
+            "        ddp.require_backward_grad_sync = k % 2\n"
+            "        nn.functional.cross_entropy(ddp(x), y).backward()\n        if k % 2:\n"
+            "            optimizer.step()\n            optimizer.zero_grad()",
+        ),
+    ],
+    "random batches without a loader": [
+        (
+            "for x, y in loader:",
+            "for _ in range(8):\n        x, y = torch.randn(4, 8), torch.ones(4).long()",
+        ),
+    ],
+    "a share by hand": [
+        (
+            "sampler = DistributedSampler(data)\n",
+            "data = Subset(data, range(rank, 64, world_size))\n",
+        ),
+        ("sampler=sampler)", "shuffle=True)"),
+        ("    sampler.set_epoch(epoch)\n", ""),
+    ],
+    "a weighted sampler, divided": [
+        ("sampler=sampler)", "sampler=torch.utils.data.WeightedRandomSampler(torch.ones(64), 32))"),
+    ],
+    "a seeded split": [
+        (
+            "sampler = D",
+            "data, _ = torch.utils.data.random_split(data, [48, 16], "
+            "torch.Generator().manual_seed(0))\nsampler = D",
+        ),
+    ],
+    "a loader in each epoch": [
+        (
+            "    ddp.train()",
+            "    loader = DataLoader(data, batch_size=4, sampler=sampler)\n    ddp.train()",
+        ),
+    ],
+    "a seed for each sample": [
+        (
+            "data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))",
+            AUGMENTED.replace(
+                "        x, y", "        torch.manual_seed(k)\n        random.seed(k)\n        x, y"
+            ).replace("x + 0.1", "x + random.random() + 0.1"),
+        ),
+        ("import torch\n", "import random\n\nimport torch\n"),
+        ("sampler=sampler)", "sampler=sampler, num_workers=1, multiprocessing_context='fork')"),
+    ],
+    "workers with their own seeds": [
+        ("data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))", AUGMENTED),
+        ("sampler=sampler)", "sampler=sampler, num_workers=1, multiprocessing_context='fork')"),
+    ],
+    "an evaluation of rank 0": [
+        (
+            "batch_size=5, sampler=range(rank, 21, world_size))",
+            "batch_size=5) if rank == 0 else []",
+        ),
+    ],
+    "a sharded optimizer": [
+        (
+            "optimizer = torch.optim.SGD(net.parameters(), ",
+            "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+            "optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, ",
+        ),
+    ],
+    "a frozen part, spectral norm and averaged weights": [
+        (
+            "net = nn.Sequential(nn.Linear(8, 8)",
+            "net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))",
+        ),
+        (
+            "ddp = D",
+            "for p in net[1].parameters():\n    p.requires_grad = False\n"
+            "average = torch.optim.swa_utils.AveragedModel(net)\nddp = D",
+        ),
+        (
+            "        optimizer.step()",
+            "        optimizer.step()\n        average.update_parameters(net)",
+        ),
+    ],
+    "two models, a gradient penalty, a raw forward pass of the other model": [
+        (
+            "ddp = D",
+            "other = nn.Linear(2, 1)\nddp_other = DistributedDataParallel(other)\n"
+            "optimizer_other = torch.optim.Adam(other.parameters())\nddp = D",
+        ),
+        (
+            "        optimizer.zero_grad()\n",
+            "        loss = loss + other(ddp(x)).mean()\n        optimizer.zero_grad()\n",
+        ),
+        (
+            "        optimizer.step()",
+            "        optimizer.step()\n"
+            "        real = torch.randn(4, 2, requires_grad=True)\n"
+            "        total = ddp_other(real).sum()\n"
+            "        (slope,) = torch.autograd.grad(total, real, create_graph=True)\n"
+            "        score = ddp_other(ddp(x).detach()).mean() + (slope.norm(dim=1) - 1).mean()\n"
+            "        optimizer_other.zero_grad()\n        score.backward()\n"
+            "        optimizer_other.step()",
+        ),
+    ],
+    "find_unused_parameters, which are there": [
+        (
+            "DistributedDataParallel(net)",
+            "DistributedDataParallel(net, find_unused_parameters=True)",
+        ),
+        ("nn.Linear(8, 2))", "nn.Linear(8, 2))\nnet[0].extra = nn.Linear(1, 1)"),
+    ],
+    "a log for each rank": [
+        ("for epoch in range(2):", "log = open(f'log-{rank}.txt', 'w')\nfor epoch in range(2):"),
+    ],
+}
+
+
+QUICK = {  # one of each kind; the others are slow
+    "jingyaogong/minimind#853: the forward pass through .module",
+    "rmchurch/disruptcnn#3: ReduceLROnPlateau on a local loss",
+    "no sampler",
+    "huggingface/transformers#37932: the same worker seeds on all ranks",
+    "mlcommons/training#844: the same noise on all ranks",
+    "statistics of batch norm",
+    "two writers",
+    "a forward pass of ddp on rank 0",
+    "a share by hand",
+    "two models, a gradient penalty, a raw forward pass of the other model",
+}
+
+
+def cases(names):
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def script_with(changes):
+    text = RIGHT
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+def enter(folder, rank):
+    os.chdir(folder)
+
+
+@pytest.fixture
+def check(tmp_path):
+    """A function (text of a script, *flags) -> (exit codes, output of rank 0)."""
+
+    def check(text, *flags):
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        command = [*flags, script]
+        enter_folder = functools.partial(enter, tmp_path)  # where the script writes its files
+        options = {"script": "launch/check_ranks.py", "prepare": enter_folder}
+        ranks = Ranks(tmp_path, 2, command, **options)
+        codes = ranks.wait(120)
+        return codes, ranks.output() + ranks.output(1)
+
+    return check
+
+
+def test_a_right_script_gets_one_line(check):
+    codes, output = check(RIGHT)
+    assert codes == [0, 0], output
+    assert "ok: 16 training steps on 2 ranks" in output
+    assert "found" not in output and "note" not in output
+
+
+@pytest.mark.parametrize("name", cases(MISTAKES))
+def test_a_mistake_is_found(check, name):
+    *changes, expected = MISTAKES[name]
+    codes, output = check(script_with(changes))
+    found = [line for line in output.splitlines() if line.startswith("found: ")]
+    assert len(found) == 1, output
+    assert re.match(r"found: (.*)" + expected, found[0]), output
+    assert codes[0] == 1, output
+
+
+@pytest.mark.parametrize("name", cases(TWINS))
+def test_what_is_right_but_unusual_is_not_found(check, name):
+    codes, output = check(script_with(TWINS[name]))
+    assert codes == [0, 0], output
+    assert "\nok: " in output and "found: " not in output, output
+
+
+def test_the_line_of_the_script_is_named(check):
+    *changes, _ = MISTAKES["net instead of ddp"]
+    text = script_with(changes)
+    _, output = check(text)
+    lines = [text.splitlines()[int(k) - 1] for k in re.findall(r"train.py:(\d+)", output)]
+    assert [line.strip() for line in lines] == [
+        "optimizer.step()",
+        "loss = nn.functional.cross_entropy(net(x), y)",
+    ]
+
+
+def test_the_run_ends_after_the_steps_that_are_asked_for(check, tmp_path):
+    codes, output = check(RIGHT, "--steps", "3")
+    assert codes == [0, 0], output
+    assert "ok: 3 training steps on 2 ranks: " in output
+    assert "note: only one epoch of the loader at" in output
+    assert "note: no evaluation was seen" in output
+    assert not (tmp_path / "net.pt").exists()
+
+
+def test_short_epochs_show_an_evaluation_soon(check):
+    *changes, expected = MISTAKES["mehta-lab/VisCy#408: an epoch counter that never advances"]
+    _, output = check(script_with(changes), "--steps", "8", "--epoch-steps", "4")
+    assert re.search("found: " + expected, output), output
+    assert "no evaluation was seen" not in output
+
+
+def test_samples_without_numbers_are_named(check):
+    text = script_with(
+        [
+            ("loader = DataLoader(data, batch_size=4, sampler=sampler)", STREAM),
+            ("    sampler.set_epoch(epoch)\n", ""),
+        ]
+    )
+    codes, output = check(text)
+    assert codes == [0, 0], output
+    assert "note: the samples of the loader at " in output and "have no numbers" in output
+    assert "different inputs (16 forward passes)" in output
+    codes, output = check(text.replace("k % world_size == rank", "k < 32"))
+    assert "found: ranks 0 and 1 have the same input in 16 of 16 forward passes" in output, output
+
+
+STREAM = """\
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (data[k] for k in range(64) if k % world_size == rank)
+
+
+loader = DataLoader(Stream(), batch_size=4)"""
+
+
+def test_a_script_that_fails_shows_its_own_error(check):
+    text = script_with(
+        [("    ddp.eval()", "    if rank == 1:\n        raise ValueError('no disk')")]
+    )
+    codes, output = check(text)
+    assert "ValueError: no disk" in output and "rank_watch" not in output, output
+    assert re.search(
+        r"\nrank 1 failed after 8 training steps: ValueError: no disk \(\S+:29", output
+    )
+    assert codes[1] == 1 and "found: " not in output and "ok: " not in output
+
+
+def test_a_rank_that_is_killed_is_named(check):
+    text = script_with(
+        [("    ddp.eval()", "    import os\n    if rank == 1:\n        os.kill(os.getpid(), 9)")]
+    )
+    codes, output = check(text)
+    assert "rank 1 was killed or has aborted after 8 training steps" in output
+    assert codes == [1, -9], output
+
+
+def test_a_script_without_a_process_group_trains_alone(check):
+    text = script_with([("ddp = DistributedDataParallel(net)", "ddp = net")])
+    text = text.partition("scheduler =")[0].replace('dist.init_process_group("gloo")\n', "")
+    text = text.replace("dist.get_rank(), dist.get_world_size()", "0, 1") + LOOP
+    codes, output = check(text)
+    assert "found: 20 training steps, and no process group: the script never called" in output
+    assert codes[0] == 1
+
+
+LOOP = """
+for x, y in DataLoader(data, batch_size=2):
+    nn.functional.cross_entropy(ddp(x), y).backward()
+    optimizer.step()
+"""
+
+
+def launched(command, folder):
+    """Run a command with the checker as a user does: (exit code, output)."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+CHECK = ROOT / "launch/check_ranks.py"
+
+
+@pytest.mark.slow
+def test_torchrun_prints_the_findings_last(tmp_path):
+    (tmp_path / "train.py").write_text(script_with(MISTAKES["no sampler"][:-1]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    code, output = launched([*torchrun, CHECK, "train.py"], tmp_path)
+    last = output.rstrip().splitlines()[-2]
+    assert code == 1 and "  traceback : found: two ranks read the same samples" in last, output
+
+
+@pytest.mark.slow
+def test_processes_of_mp_spawn_are_watched(tmp_path):
+    flags = ["--nproc-per-node", 2, "--arch", "small_net", "--limit", 2000]
+    command = [sys.executable, CHECK, "--steps", 5, ROOT / "04_mnmc_ddp_mp.py", *flags]
+    code, output = launched([*map(str, command)], tmp_path)
+    assert code == 0 and "ok: 5 training steps on 2 ranks" in output, output
+
+
+@pytest.mark.slow
+def test_one_process_is_not_enough(tmp_path):
+    (tmp_path / "train.py").write_text("print('trains')\n")
+    code, output = launched([sys.executable, CHECK, "train.py"], tmp_path)
+    assert code == 2 and "check_ranks.py: one process, so there are no ranks to compare" in output
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+    (tmp_path / "train.py").write_text(RIGHT)
+    code, output = launched([*torchrun, CHECK, "train.py"], tmp_path)
+    assert code == 1 and "check_ranks.py: one process, so there are no ranks to compare" in output
+    assert "found: " not in output and "ok: " not in output
+
+
+RUNGS = {
+    "03_mnmc_ddp_launch.py": ["--epoch-steps", 5],
+    "06_imagenet.py": ["--steps", 0],
+    "07_fsdp.py": ["--epoch-steps", 5],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", RUNGS)
+def test_nothing_is_found_in_the_ladder(rung, tmp_path, small_folder):
+    flags = ["--epochs", 3, "--batch-size", 8, "--arch", "small_net"]
+    if rung.startswith("06"):
+        flags += [small_folder, "--image-size", 32, "--workers", 1, "--checkpoints-path", tmp_path]
+    else:
+        flags += ["--limit", 400]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", CHECK]
+    code, output = launched([*map(str, [*torchrun, *RUNGS[rung], ROOT / rung, *flags])], tmp_path)
+    assert code == 0 and "\nok: " in output, output
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_are_watched(slurm, tmp_path):
+    flags = ["--arch", "small_net", "--limit", "2000"]
+    command = [sys.executable, CHECK, "--steps", "5", ROOT / "05_mnmc_ddp_slurm.py", *flags]
+    done = slurm.run("srun", "--nodes=2", "--ntasks=2", *command)
+    assert done.returncode == 0 and "ok: 5 training steps on 2 ranks" in done.stdout, done
