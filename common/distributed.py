@@ -113,7 +113,9 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
     in every collective. LaunchError: the processes were started in a way that cannot work.
     """
     if dist.is_initialized():
-        raise LaunchError("setup_distributed() was called twice", "one call", "pass its result on")
+        found, expected = "a process group exists already", "none before setup_distributed()"
+        command = "remove your init_process_group(), or pass on the result of the first call"
+        raise LaunchError(found, expected, command)
     environment = original_environment()
     launcher, ranks = find_launcher(environment)
     check_processes(launcher, environment)

@@ -476,7 +476,7 @@ def test_setup_distributed_twice_is_refused(environment):
     with distributed.cleaned_up():
         d = setup_distributed()
         assert (d.rank, d.world_size, d.launcher, d.backend) == (0, 1, "python", "gloo")
-        with pytest.raises(LaunchError, match="called twice: expected one call"):
+        with pytest.raises(LaunchError, match="a process group exists already"):
             setup_distributed()
     with distributed.cleaned_up():
         assert setup_distributed().launcher == "python"
@@ -618,12 +618,19 @@ def as_a_task_of_srun(rank):
     os.environ.update({name: str(value) for name, value in slurm_step(rank, 2).items()} | address)
 
 
-@pytest.mark.parametrize("prepare", [None, as_a_task_of_srun])
-def test_the_short_version_of_the_docs_works(tmp_path, prepare):
-    """Under torchrun, and under srun."""
+def by_python(rank):
+    without_launcher()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "world_size"), [(None, 2), (as_a_task_of_srun, 2), (by_python, 1)]
+)
+def test_the_short_version_of_the_docs_works(tmp_path, prepare, world_size):
+    """Under torchrun, srun and python."""
     page = (ROOT / "docs/copy-setup-distributed.md").read_text()
     code = re.search("```python\n(# torchrun\n[^`]*def setup.*?)```", page, re.S)[1]
     (tmp_path / "short.py").write_text(code)
-    ranks = Ranks(tmp_path, 2, [], prepare=prepare, script=str(tmp_path / "short.py"))
-    assert ranks.wait() == [0, 0], ranks.output()
-    assert ranks.output() == "2 ranks, sum 2\n"
+    script = str(tmp_path / "short.py")
+    ranks = Ranks(tmp_path, world_size, [], prepare=prepare, script=script)
+    assert ranks.wait() == [0] * world_size, ranks.output()
+    assert ranks.output() == f"{world_size} ranks, sum {world_size}\n"
