@@ -33,13 +33,16 @@ except ImportError:
 signals = []  # that have arrived at this process
 
 
-def build_model():
+def build_model(args):
     """REPLACE this model by yours."""
     return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
 
 
 def build_datasets():
-    """REPLACE these data sets by yours: training, validation, test (torch.utils.data.Dataset)."""
+    """REPLACE these data sets by yours (torch.utils.data.Dataset): training, validation, test.
+
+    If you have no test set, return None for it.
+    """
     inputs = torch.randn(12000, 20, generator=torch.Generator().manual_seed(0))
     targets = inputs[:, :5].argmax(dim=1)  # which of the first five numbers is the largest
     data = TensorDataset(inputs, targets)
@@ -123,13 +126,14 @@ class Run:
         self.args = args
         self.d = d
         torch.manual_seed(args.seed)  # the same weights in every process
-        self.model = build_model().to(d.device)
+        self.model = build_model(args).to(d.device)
         if args.sync_bn:
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
         self.ddp = nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
         )
+        self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]  # without schedule
         # Small gradients would be zero in fp16. Without fp16, the scaler does nothing.
         self.scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
         self.epoch = 0  # complete epochs
@@ -140,8 +144,9 @@ class Run:
         self.save_at = time.monotonic() + 60 * args.save_every
         self.cpus = dist.new_group(backend="gloo")  # for votes, which do not wait for the GPU
 
-    def train_step(self, batches, lr):
-        self.optimizer.param_groups[0]["lr"] = lr
+    def train_step(self, batches, lr_factor):
+        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base_lr * lr_factor
         self.optimizer.zero_grad()
         for piece in range(self.args.accumulate):
             batch = next(batches)
@@ -269,7 +274,7 @@ def main(args):
         batches = iter(loader)
         while run.step < steps:
             progress = (run.epoch + run.step / steps) / args.epochs
-            run.train_step(batches, lr=args.lr * (1 + math.cos(math.pi * progress)) / 2)
+            run.train_step(batches, lr_factor=(1 + math.cos(math.pi * progress)) / 2)
             if d.is_main and run.step % args.print_every == 0:
                 run.show(steps)
             stop, save = run.vote(bool(signals), d.is_main and time.monotonic() >= run.save_at)
@@ -291,8 +296,9 @@ def main(args):
                 run.write("best.pt", {"model": run.model.state_dict()})
         run.say(line)
     run.save()
-    loss, accuracy = run.evaluate(test_set, options)
-    run.say(f"done: test loss {loss:.4f}, accuracy {accuracy:.2%}")
+    if test_set is not None:
+        loss, accuracy = run.evaluate(test_set, options)
+        run.say(f"done: test loss {loss:.4f}, accuracy {accuracy:.2%}")
 
 
 if __name__ == "__main__":

@@ -186,6 +186,7 @@ def test_the_gradient_of_all_pieces_is_clipped_in_fp16_too(project):
 def with_everything_random(project):
     """Give the project a model with dropout and batch norm, and examples with augmentation.
 
+    Its optimizer has two parameter groups, the second with the learning rate of the flag.
     The statistics of this batch norm are nearly those of the last batch, so that they differ from
     rank to rank. Of 997 test examples, one process has one more than the other.
     """
@@ -197,6 +198,11 @@ def with_everything_random(project):
             "return self.data[index][0] + torch.randn(20) / 9, self.data[index][1]",
         ),
         ("range(11000, 12000)", "range(11000, 11997)"),
+        (
+            "self.model.parameters(), args.lr, ",
+            '[{"params": self.model[:1].parameters(), "lr": args.lr / 10},'
+            ' {"params": self.model[1:].parameters()}], args.lr, ',
+        ),
     ):
         assert text.count(old) == 1
         text = text.replace(old, new)
@@ -208,7 +214,7 @@ def whole(tmp_path_factory):
     """A project with everything random, and the lines of two processes that were not stopped."""
     project = copy_template(tmp_path_factory.mktemp("whole"))
     with_everything_random(project)
-    codes, lines = hard(project, "whole", 2, note_seeds)
+    codes, lines = hard(project, "whole", 2, note_seeds_and_lrs)
     assert codes == [0, 0], lines
     return project, lines
 
@@ -233,8 +239,8 @@ def test_all_processes_evaluate_with_the_batch_norm_of_rank_0(whole):
     assert abs(counted - round(counted)) < 0.06, "each example counts once"
 
 
-def note_seeds(folder, rank):
-    """Write the seed of each dropout in training into a file of the rank."""
+def note_seeds_and_lrs(folder, rank):
+    """Write into files of the rank: the seed of each dropout, and each step's learning rates."""
     work_in(folder, rank)
 
     def forward(self, inputs, original=torch.nn.Dropout.forward):
@@ -243,13 +249,30 @@ def note_seeds(folder, rank):
                 print(torch.initial_seed(), file=file)
         return original(self, inputs)
 
+    def step(self, *given, original=torch.optim.SGD.step):
+        with open(f"lrs{rank}", "a") as file:
+            print(*(group["lr"] for group in self.param_groups), file=file)
+        return original(self, *given)
+
     torch.nn.Dropout.forward = forward
+    torch.optim.SGD.step = step
 
 
 def test_dropout_differs_in_every_piece_of_every_process(whole):
     project, _ = whole
     seeds = [line for rank in range(2) for line in (project / f"seeds{rank}").open()]
     assert len(seeds) == len(set(seeds)) == 2 * 3 * 20 * 2, "processes, epochs, steps, pieces"
+
+
+def test_all_parameter_groups_follow_the_schedule(whole):
+    """Each from its own learning rate. The tests of a resume below have the same two groups."""
+    project, _ = whole
+    expected = [0.1 * (1 + math.cos(math.pi * step / 60)) / 2 for step in range(60)]
+    for rank in range(2):
+        lines = (project / f"lrs{rank}").read_text().splitlines()
+        first, second = zip(*(map(float, line.split()) for line in lines), strict=True)
+        assert second == pytest.approx(expected)
+        assert first == pytest.approx([lr / 10 for lr in expected])
 
 
 def act_at_step(number, who, act, folder, rank):
@@ -370,6 +393,21 @@ def test_it_saves_after_so_many_minutes(template, environment, monkeypatch, tmp_
     assert saved == [(0, 4), (0, 8), (1, 0)]
 
 
+def test_without_a_test_set_it_trains_and_validates(
+    template, environment, monkeypatch, tmp_path, capsys
+):
+    train_set, val_set, _ = template.build_datasets()
+    monkeypatch.setattr(template, "build_datasets", lambda: (train_set, val_set, None))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
+    environment()
+    flags = ["--epochs", "1", "--batch-size", "1000", "--checkpoints", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+    template.main(template.parse_args())
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.match(r"epoch 1/1: train loss \d.* \| validation loss \d", line)
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
+
+
 def test_amp_computes_in_16_bits(template):
     model = torch.nn.Linear(20, 5)
     types = []
@@ -384,7 +422,7 @@ def test_amp_computes_in_16_bits(template):
 def test_sync_bn_has_the_layers_of_torch(template, environment, monkeypatch):
     """torch refuses them on a CPU, if the template does not."""
     layers = [torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 5)]
-    monkeypatch.setattr(template, "build_model", lambda: torch.nn.Sequential(*layers))
+    monkeypatch.setattr(template, "build_model", lambda args: torch.nn.Sequential(*layers))
     monkeypatch.setattr(template, "check", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["train.py", "--sync-bn"])
     environment()
