@@ -31,6 +31,7 @@ from needs import need
 from processes import ROOT, start
 from ranks import Ranks
 from torch import nn
+from torch.utils.data import DataLoader
 
 from common.ddp_flags import parse_spawn_args
 from common.distributed import Address, free_port, rendezvous, setup_device, setup_distributed
@@ -42,7 +43,9 @@ PAGE = ROOT / "docs/troubleshooting.md"
 SHORT = timedelta(seconds=1)
 NOT_HERE = "Not provoked here:"
 # The lines that this project prints, whatever version of torch is installed
-OURS = re.compile(r"LaunchError: |UserError: |torchrun was started without |(?:…|\S+\.py): error: ")
+OURS = re.compile(
+    r"LaunchError: |UserError: |torchrun was started without |found: |(?:…|\S+\.py): error: "
+)
 
 
 def read_entries(text):
@@ -192,8 +195,9 @@ def test_a_missing_rank_is_reported_by_those_that_wait(provoked):
 
 @pytest.mark.slow
 @provokes(2)
-def test_different_collectives_are_told_by_the_debug_level(provoked):
-    return provoked["rank 0 alone evaluates"]
+def test_different_collectives_are_told_by_the_debug_level_or_gloo(provoked):
+    assert "exitcode : -6 (pid: " in one_line(provoked["rank 0 alone sums"])
+    return provoked["rank 0 alone evaluates"] + provoked["rank 0 alone sums"]
 
 
 @pytest.mark.slow
@@ -351,6 +355,40 @@ def test_a_function_of_a_notebook_cannot_be_spawned():
     return "".join(texts) + f"{errors[0].ename}: {errors[0].evalue}"
 
 
+# Two mistakes that no message of PyTorch reports
+DIFFERENT_RANKS = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+net = nn.Linear(4, 1)
+ddp = DistributedDataParallel(net)
+torch.manual_seed(dist.get_rank())
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+for _ in range(10):
+    loss = net(torch.randn(8, 4)).square().mean()  # not ddp
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    scheduler.step(loss.item())  # of this rank
+dist.destroy_process_group()
+"""
+
+
+@provokes(70)
+def test_weights_and_learning_rates_that_differ_are_found(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(DIFFERENT_RANKS)
+    ranks = Ranks(tmp_path, 2, [], script=script)
+    assert ranks.wait(120) == [0, 0] and not ranks.output() + ranks.output(1)
+    ranks = Ranks(tmp_path, 2, [script], script="launch/check_ranks.py")
+    assert ranks.wait(120)[0] == 1
+    return ranks.output().replace(f"{tmp_path}/", "")
+
+
 # What this process can do alone
 
 
@@ -411,6 +449,11 @@ def test_a_checkpoint_of_a_gpu_is_loaded_where_it_was(tmp_path, monkeypatch):
         "cpu"
     )
     return raised(lambda: torch.load(tmp_path / "weights.pt"))
+
+
+@provokes(69)
+def test_a_batch_smaller_than_the_world_is_refused():
+    return raised(lambda: DataLoader(range(64), batch_size=32 // 64))
 
 
 @provokes(16)

@@ -131,6 +131,16 @@ SCRIPTS = {
     "killed.py": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
     "arguments.py": "import argparse\nargparse.ArgumentParser().parse_args()\n",
     "work.py": "print('work')\n",
+    "evaluate.py": """\
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(2))  # in its evaluation
+else:
+    dist.all_reduce(torch.ones(1000))  # gradients, in the next training step
+""",
     "recorded.py": """\
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -157,6 +167,7 @@ def launchers():
         torchrun("failed and recorded", "recorded.py", one)
         torchrun("killed", "killed.py", one)
         torchrun("two processes", "work.py", "--nproc-per-node=2")
+        torchrun("rank 0 alone sums", "evaluate.py", "--nproc-per-node=2")
         torchrun("no GPU to count", "work.py", "--nproc-per-node=gpu")
         torchrun("torch.distributed.launch", "arguments.py", one, main=launch.main)
 
