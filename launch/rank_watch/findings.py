@@ -74,7 +74,7 @@ def check_settings(runs, judgment):
                 "will differ. All ranks must decide on one number: sum it over the ranks before "
                 "(docs/copy-setup-distributed.md)"
             )
-        else:
+        elif any(run.steps for run in runs):
             judgment.compared.append("the same learning rates")
     for k, scales in enumerate(zip(*(run.scales for run in runs), strict=False)):
         if len(set(scales)) > 1:
@@ -432,9 +432,11 @@ def check_inputs(runs, judgment):
         a, b = example[model]
         judgment.found.append(
             f"ranks {a} and {b} have the same input in {len(forwards)} of {total[model]} forward "
-            f"passes of {model} ({forwards[0].line}). Random batches and noise need another seed "
-            "on each rank, set after the model is made: torch.manual_seed(seed + rank), and "
-            "numpy's and Python's too if you draw with them (docs/copy-setup-distributed.md)"
+            f"passes of {model} ({forwards[0].line}). Batches that are cut from the data in order "
+            "must be cut from another part of it on each rank. Random batches and noise need "
+            "another seed on each rank, set after the model is made: torch.manual_seed(seed + "
+            "rank), and numpy's and Python's too if you draw with them "
+            "(docs/copy-setup-distributed.md)"
         )
     if total and not same and not any("different data" in text for text in judgment.compared):
         judgment.compared.append(f"different inputs ({sum(total.values())} forward passes)")
@@ -566,7 +568,8 @@ def check_evaluated_model(runs, judgment):
         if different_places([forward.weights for forward in forwards]):
             what = "the weights of the evaluated model"
             remedy = (
-                "Make its copies of the weights after the wrap (docs/copy-setup-distributed.md)"
+                "If it trains, call its DistributedDataParallel; if it is a copy of the weights, "
+                "make it after the wrap (docs/copy-setup-distributed.md)"
             )
         elif different_places([forward.statistics for forward in forwards]):
             what = "batch norm's running statistics"

@@ -187,7 +187,13 @@ class Monitor:
         if not found and not failures:
             seen = "; ".join(judgment.compared)
             count = f"{steps} training step{'s' * (steps != 1)} on {len(runs)} ranks"
-            lines.append(f"ok: {count}: {seen}; nothing suspicious")
+            if steps:
+                lines.append(f"ok: {count}: {seen}; nothing suspicious")
+            else:
+                lines.append(
+                    "note: no step of an optimizer of torch.optim was seen, so weights, learning "
+                    f"rates and dropout were not compared; compared: {seen or 'nothing'}"
+                )
         lines += [f"note: {text}" for text in judgment.notes]
         print("\n".join(lines), flush=True)
         code = int(bool(found))

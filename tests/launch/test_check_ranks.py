@@ -507,6 +507,13 @@ def test_short_epochs_show_an_evaluation_soon(check):
     assert "no evaluation was seen" not in output
 
 
+def test_without_an_optimizer_nothing_is_praised(check):
+    update = "for p in net.parameters():\n            p.data -= 0.1 * p.grad"
+    _, output = check(script_with([("optimizer.step()", update)]))
+    assert "note: no step of an optimizer of torch.optim was seen, so weights, learning" in output
+    assert "ok: " not in output and "found: " not in output, output
+
+
 def test_samples_without_numbers_are_named(check):
     text = script_with(
         [
