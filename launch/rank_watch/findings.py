@@ -400,7 +400,9 @@ def check_order(runs, loaders, judgment):
 
 def check_inputs(runs, judgment):
     """Compare the inputs of the model in each training step, sample by sample."""
-    same, total, example = {}, Counter(), {}
+    same = {}
+    total = Counter()
+    example = {}
     constant = {}
     passes = [[f for f in run.forwards if f.training and f.inputs] for run in runs]
     for forwards in zip(*passes, strict=False):

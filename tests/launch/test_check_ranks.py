@@ -382,8 +382,9 @@ TWINS = {
             "optimizer_other = torch.optim.Adam(other.parameters())\nddp = D",
         ),
         (
-            "        optimizer.zero_grad()\n",
-            "        loss = loss + other(ddp(x)).mean()\n        optimizer.zero_grad()\n",
+            "loss = nn.functional.cross_entropy(ddp(x), y)",
+            "outputs = ddp(x)\n"
+            "        loss = nn.functional.cross_entropy(outputs, y) + other(outputs).mean()",
         ),
         (
             "        optimizer.step()",
