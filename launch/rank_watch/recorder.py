@@ -361,7 +361,8 @@ class Recorder:
         return indices
 
     def next_batch(self, real, iterator):
-        if self.epoch_steps and iterator._num_yielded >= self.epoch_steps:
+        enough = self.epoch_steps and iterator._num_yielded >= self.epoch_steps
+        if enough and not is_at_its_end(iterator):
             self.add("epoch is cut")
             raise StopIteration
         self.mark("outside")
@@ -733,6 +734,13 @@ def random_states():
         states["numpy"] = zlib.crc32(keys.tobytes(), position)
     states["random"] = hash(random.getstate()[1])
     return states
+
+
+def is_at_its_end(iterator):
+    """Return whether an iterator of a DataLoader has no more batches, if its sampler knows."""
+    with contextlib.suppress(TypeError):
+        return iterator._num_yielded >= len(iterator._index_sampler)
+    return False
 
 
 # In the workers of a loader

@@ -506,6 +506,9 @@ def test_short_epochs_show_an_evaluation_soon(check):
     _, output = check(script_with(changes), "--steps", "8", "--epoch-steps", "4")
     assert re.search("found: " + expected, output), output
     assert "no evaluation was seen" not in output
+    # its three batches on rank 0 are all of its share
+    _, output = check(RIGHT, "--epoch-steps", "3")
+    assert "no whole evaluation" not in output and "samples evaluated once" in output
 
 
 def test_without_an_optimizer_nothing_is_praised(check):
