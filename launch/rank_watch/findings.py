@@ -482,7 +482,7 @@ def check_random_numbers(runs, judgment):
         states = [loader.worker_states for loader in loaders]
         if not all(states) or not loaders[0].trains:
             continue
-        for k, source in enumerate(("torch", "GPU", "numpy", "random")):
+        for k, source in enumerate(SOURCES):
             seeds = {state[2 * k] for state in states}
             if all(state[2 * k + 1] for state in states) and len(seeds) == 1:
                 judgment.found.append(

@@ -1,6 +1,6 @@
 """Read what the ranks record, find out whether they hang, and print the findings.
 
-Rank 0 starts this process: monitor.py LISTENER TOKEN WORLD_SIZE STEPS. It outlives a rank that
+Rank 0 starts this process: monitor.py LISTENER TOKEN WORLD_SIZE. It outlives a rank that
 aborts, so that what was seen is not lost.
 """
 
@@ -50,11 +50,10 @@ class Rank:
 
 
 class Monitor:
-    def __init__(self, listener, token, world_size, steps):
+    def __init__(self, listener, token, world_size):
         self.listener = listener
         self.token = token
         self.world_size = world_size
-        self.steps = steps
         self.ranks = {}
         self.selector = selectors.DefaultSelector()
         self.selector.register(listener, selectors.EVENT_READ)
@@ -230,6 +229,6 @@ def failures_of(runs, hang):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the ranks, and then this process
-    descriptor, token, world_size, steps = sys.argv[1:]
+    descriptor, token, world_size = sys.argv[1:]
     listener = socket.socket(fileno=int(descriptor))
-    Monitor(listener, token, int(world_size), int(steps)).run()
+    Monitor(listener, token, int(world_size)).run()

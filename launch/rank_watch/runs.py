@@ -26,7 +26,6 @@ class Loader:
 
     def __init__(self, values):
         self.line = values["line"]
-        self.workers = values["workers"]
         self.iterable = values["iterable"]
         self.known = False  # each sample has a number, an index of the data set
         self.size = values.get("size")  # of its data set
@@ -76,8 +75,7 @@ class Loader:
 class Epoch:
     """One pass over a loader."""
 
-    def __init__(self, set_epoch):
-        self.set_epoch = set_epoch  # the sampler's epoch when it began
+    def __init__(self):
         self.batches = []  # lists of indices, as the sampler gave them, or None: unknown
         self.indices = []  # a whole number for each sample
         self.ended = False  # it was not cut, and the run did not end in it
@@ -160,7 +158,7 @@ class Run:
         self.loaders.append(Loader(event))
 
     def read_epoch(self, event):
-        self.loaders[event["loader"]].epochs.append(Epoch(event["set_epoch"]))
+        self.loaders[event["loader"]].epochs.append(Epoch())
 
     def read_indices(self, event):
         self.loaders[event["loader"]].epochs[-1].batches.append(event["indices"])
