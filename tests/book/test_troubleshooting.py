@@ -222,6 +222,12 @@ def test_a_parameter_without_a_gradient_stops_ddp(provoked):
 
 
 @pytest.mark.slow
+@provokes(71)
+def test_a_buffer_that_shares_memory_stops_ddp(provoked):
+    return provoked["a buffer that shares memory"]
+
+
+@pytest.mark.slow
 @provokes(21)
 def test_uneven_batches_end_in_a_timeout(provoked):
     return provoked["uneven batches"]

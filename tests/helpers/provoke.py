@@ -103,6 +103,16 @@ def two_ranks():
         for _ in range(2):
             ddp(torch.ones(1, 2)).sum().backward()
 
+    with mistake_of_ranks("a buffer that shares memory"):
+        table = nn.Module()
+        table.register_parameter("weight", nn.Parameter(torch.ones(1)))
+        # like the position encoding in PyTorch's tutorial on nn.Transformer
+        table.register_buffer("pe", torch.zeros(4, 2).unsqueeze(0).transpose(0, 1))
+        table.forward = lambda x: table.weight * (x + table.pe)
+        ddp = DistributedDataParallel(table)
+        for _ in range(2):
+            ddp(torch.ones(4, 3, 2)).sum().backward()
+
     group = short_lived_group()
     with mistake_of_ranks("uneven batches"):
         ddp = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
