@@ -61,8 +61,6 @@ class LaunchError(ValueError):
     Its one line says what was found, what was expected, and the command that works.
     """
 
-    one_line = True  # for the scripts of this tutorial, which print it without a traceback
-
     def __init__(self, found, expected, command):
         super().__init__(found, expected, command)
 
@@ -116,13 +114,12 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
         found, expected = "a process group exists already", "none before setup_distributed()"
         command = "remove your init_process_group(), or pass on the result of the first call"
         raise LaunchError(found, expected, command)
-    environment = original_environment()
-    launcher, ranks = find_launcher(environment)
-    check_processes(launcher, environment)
-    address = find_address(launcher, ranks, environment, port)
+    launcher, ranks = find_launcher()
+    check_launch(launcher)
+    address = find_address(launcher, ranks, port)
 
     at_least = ranks.local_rank + 1  # processes on this machine, where nobody has counted them yet
-    device = setup_device(ranks.local_rank, ranks.local_world_size or at_least, environment)
+    device = setup_device(ranks.local_rank, ranks.local_world_size or at_least)
     if backend == "nccl" and device.type != "cuda":
         found = "backend='nccl', and this process sees no GPU"
         raise LaunchError(found, "a GPU, or gloo", "leave it out, or say backend='gloo'")
@@ -130,11 +127,11 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
 
     store = dist.HashStore() if ranks.world_size == 1 else None  # None: torchrun's own store
     if address:
-        store = rendezvous(address, ranks.rank, ranks.world_size, timeout, device)
+        store = rendezvous(address, ranks.rank, ranks.world_size, timeout)
         if ranks.local_world_size is None:  # all have joined, so they can be counted
-            ranks = ranks._replace(local_world_size=count_ranks_here(store))
-            setup_device(ranks.local_rank, ranks.local_world_size, environment)  # fewer threads
-    set_variables(ranks, address, environment)
+            ranks = ranks._replace(local_world_size=store.add(ranks_here(), 0))
+            setup_device(ranks.local_rank, ranks.local_world_size)  # fewer threads
+    set_variables(ranks, address)
 
     # With a device_id, NCCL connects now, not in the first collective, where errors are obscure.
     device_id = device if backend == "nccl" else None
@@ -179,69 +176,69 @@ MPIRUN = f"mpirun -n 2 python {SCRIPT}"
 SRUN = f"srun --ntasks=2 python {SCRIPT}"
 
 
-def find_launcher(environment):
+def find_launcher():
     """Return the name of the launcher that started this process, and the Ranks that it set."""
     for name, read in LAUNCHERS.items():
-        if ranks := read(environment):
+        if ranks := read():
             return name, ranks
     return "python", Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
-def read_torchrun(environment):
+def read_torchrun():
     """Return the Ranks of torchrun, or of somebody who sets its variables by hand, or None."""
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environment.keys():
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
         return None
-    number = functools.partial(read_number, environment, TORCHRUN)
+    number = functools.partial(read_number, TORCHRUN)
     n = number("WORLD_SIZE", 1)
     local_n = 1 if n == 1 else None
-    if "LOCAL_WORLD_SIZE" in environment:  # people who set the others by hand forget this one
+    if "LOCAL_WORLD_SIZE" in os.environ:  # people who set the others by hand forget this one
         local_n = number("LOCAL_WORLD_SIZE", 1, n)
     return Ranks(number("RANK", 0, n - 1), n, number("LOCAL_RANK", 0, (local_n or n) - 1), local_n)
 
 
-def read_mpirun(environment):
+def read_mpirun():
     """Return the Ranks of Open MPI, MPICH or Intel MPI, or None."""
-    if "OMPI_COMM_WORLD_RANK" in environment:
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
         names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    elif "PMI_RANK" in environment:
+    elif "PMI_RANK" in os.environ:
         names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
-        if "MPI_LOCALRANKID" not in environment and "SLURM_STEP_NUM_TASKS" in environment:
+        if "MPI_LOCALRANKID" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
             return None  # srun may set PMI_RANK alone
     else:
         return None
-    number = functools.partial(read_number, environment, MPIRUN)
+    number = functools.partial(read_number, MPIRUN)
     n = number(names[1], 1)
     local_n = number(names[3], 1, n)
     return Ranks(number(names[0], 0, n - 1), n, number(names[2], 0, local_n - 1), local_n)
 
 
-def read_srun(environment):
+def read_srun():
     """Return the Ranks of a task of a Slurm step, or None."""
-    if "SLURM_STEP_NUM_TASKS" not in environment:
+    if "SLURM_STEP_NUM_TASKS" not in os.environ:
         return None
-    number = functools.partial(read_number, environment, SRUN)
+    number = functools.partial(read_number, SRUN)
     n = number("SLURM_STEP_NUM_TASKS", 1)
-    local_n = slurm_tasks_here(environment)
+    local_n = slurm_tasks_here()
     local_rank = number("SLURM_LOCALID", 0, local_n - 1)
     return Ranks(number("SLURM_PROCID", 0, n - 1), n, local_rank, local_n)
 
 
-def read_nodes(environment):
+def read_nodes():
     """Return the Ranks of variables that count machines, with one process on each, or None."""
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
-    given = [name for name in names if name in environment]
+    given = [name for name in names if name in os.environ]
     if not given:
         return None
     if given != ["RANK", "WORLD_SIZE"]:
-        missing = [name for name in names if name not in environment]
+        missing = [name for name in names if name not in os.environ]
         found = f"{' and '.join(given)} set without {' and '.join(missing)}"
         raise LaunchError(found, "all three, or none", TORCHRUN)
-    n = read_number(environment, TORCHRUN, "WORLD_SIZE", 1)
-    return Ranks(read_number(environment, TORCHRUN, "RANK", 0, n - 1), n, 0, 1)
+    n = read_number(TORCHRUN, "WORLD_SIZE", 1)
+    return Ranks(read_number(TORCHRUN, "RANK", 0, n - 1), n, 0, 1)
 
 
 # The table at the top of this file, in its order. Another launcher also has to be looked at in
-# check_processes(), check_gpus() and find_address().
+# check_launch(), check_gpus() and find_address().
 LAUNCHERS = {
     "torchrun": read_torchrun,
     "mpirun": read_mpirun,
@@ -250,12 +247,12 @@ LAUNCHERS = {
 }
 
 
-def read_number(environment, command, name, least=0, most=None):
+def read_number(command, name, least=0, most=None):
     """Return a variable as a whole number. LaunchError: it is none from `least` to `most`.
 
     `command` is the launch that sets it.
     """
-    text = environment.get(name, "(not set)")
+    text = os.environ.get(name, "(not set)")
     number = int(text) if re.fullmatch("[0-9]{1,18}", text) else -1
     if number < least or (most is not None and number > most):
         limits = f"of {least} or more" if most is None else f"from {least} to {most}"
@@ -263,42 +260,21 @@ def read_number(environment, command, name, least=0, most=None):
     return number
 
 
-# The variables that setup_distributed() adds
-
-ADDED = "SETUP_DISTRIBUTED_SET"  # lists them
-
-
-def original_environment():
-    """Return os.environ without what setup_distributed() added, here or in a parent process."""
-    added = dict(item.split("=", 1) for item in os.environ.get(ADDED, "").split())
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        if name in added and os.environ.get(name) != added[name]:
-            # Somebody gave this child process a rank of its own. Keep that, and the address of
-            # its parent; only the LOCAL_WORLD_SIZE of the parent is wrong here.
-            added = {key: value for key, value in added.items() if key == "LOCAL_WORLD_SIZE"}
-    return {name: value for name, value in os.environ.items() if added.get(name) != value}
-
-
-def set_variables(ranks, address, environment):
-    """Set the variables that torchrun would set, and list in ADDED which of them are new."""
+def set_variables(ranks, address):
+    """Set the variables that torchrun would set, which other libraries read."""
     if address:
         host, port = address.host, address.port
     else:  # torchrun has set both; one process alone needs neither, but a library may read them
-        host = environment.get("MASTER_ADDR", "127.0.0.1")
-        port = environment.get("MASTER_PORT") or free_port()
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port = os.environ.get("MASTER_PORT") or free_port()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    added = []
-    for name, value in zip(names, (*ranks, host, port), strict=True):
-        os.environ[name] = str(value)
-        if environment.get(name) != str(value):
-            added.append(f"{name}={value}")
-    os.environ[ADDED] = " ".join(added)
+    os.environ |= dict(zip(names, map(str, (*ranks, host, port)), strict=True))
 
 
 # Which launches cannot work
 
 
-def check_processes(launcher, environment):
+def check_launch(launcher):
     """Raise LaunchError if several processes would claim one rank, or processes are missing.
 
     Warn of a process that runs alone, though its launcher has started others.
@@ -309,43 +285,29 @@ def check_processes(launcher, environment):
         command = SRUN if launcher == "srun" else MPIRUN
         found += ", and all would claim one rank"
         raise LaunchError(found, "one of the two", f"{command}, without spawning")
-    if launcher == "torchrun":
-        check_torchruns(environment)
-    if launcher == "nodes":
-        check_machine(environment)
     if launcher == "python" and is_spawned:
         parent = "the process that spawned this one has not set RANK and the like"
         log.warning("running as one process: %s", parent)
-    tasks = environment.get("SLURM_NTASKS", "1")
+    tasks = os.environ.get("SLURM_NTASKS", "1")
     if launcher == "python" and tasks != "1":
         log.warning("running as one process, though SLURM_NTASKS=%s: srun python %s", tasks, SCRIPT)
-
-
-def check_torchruns(environment):
-    """Raise LaunchError if srun has started several torchruns on one machine.
-
-    Warn if the torchruns of several machines do not know of each other.
-    """
-    if not {"TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
-        return
-    tasks = read_number(environment, SRUN, "SLURM_STEP_NUM_TASKS", 1)
-    nodes = read_number(environment, SRUN, "SLURM_STEP_NUM_NODES", 1)
-    if tasks > nodes:
-        found = f"srun has started {tasks} tasks with a torchrun on {nodes} machine(s)"
-        command = f"srun --ntasks={nodes} --ntasks-per-node=1 torchrun ..."
-        raise LaunchError(f"SLURM_STEP_NUM_TASKS={tasks}: {found}", "one on each", command)
-    is_alone = environment.get("GROUP_WORLD_SIZE") == "1"
-    if nodes > 1 and is_alone and environment["LOCAL_RANK"] == "0":
-        command = f"torchrun --nnodes={nodes}"
-        log.warning("each of %d machines trains alone: for one run of all, %s", nodes, command)
-
-
-def check_machine(environment):
-    """Raise LaunchError if variables count machines, and this one should run several processes."""
+    if launcher == "torchrun" and {"TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"} <= set(
+        os.environ
+    ):
+        tasks = read_number(SRUN, "SLURM_STEP_NUM_TASKS", 1)
+        nodes = read_number(SRUN, "SLURM_STEP_NUM_NODES", 1)
+        if tasks > nodes:
+            found = f"srun has started {tasks} tasks with a torchrun on {nodes} machine(s)"
+            command = f"srun --ntasks={nodes} --ntasks-per-node=1 torchrun ..."
+            raise LaunchError(f"SLURM_STEP_NUM_TASKS={tasks}: {found}", "one on each", command)
+        is_alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+        if nodes > 1 and is_alone and os.environ["LOCAL_RANK"] == "0":
+            command = f"torchrun --nnodes={nodes}"
+            log.warning("each of %d machines trains alone: for one run of all, %s", nodes, command)
     # If PyTorchJob sets this, its WORLD_SIZE counts processes, and PET_NNODES the machines.
-    per_pod = environment.get("PET_NPROC_PER_NODE", "")
+    per_pod = os.environ.get("PET_NPROC_PER_NODE", "")
     n = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
-    if n > 1:
+    if launcher == "nodes" and n > 1:
         found = f"RANK without LOCAL_RANK counts machines, and this one should run {n} processes"
         nodes = "$PET_NNODES" if per_pod else "$WORLD_SIZE"
         command = f"torchrun --nnodes={nodes} --node-rank=$RANK --nproc-per-node={n}"
@@ -356,7 +318,7 @@ def check_machine(environment):
 # Which device
 
 
-def setup_device(local_rank, local_world_size, environment=None):
+def setup_device(local_rank, local_world_size):
     """Set the number of threads, and return this process's GPU, made the current one, or the CPU.
 
     A process that sees one GPU takes it whatever its local rank: Slurm, for one, can bind a GPU to
@@ -364,46 +326,30 @@ def setup_device(local_rank, local_world_size, environment=None):
     one has been tried. Apple's mps has no backend, so the CPU is used. Threads share the cores,
     unless OMP_NUM_THREADS is set. LaunchError: more processes than GPUs.
     """
-    if environment is None:
-        environment = original_environment()
-    if "OMP_NUM_THREADS" not in environment:
-        torch.set_num_threads(cores_per_process(local_world_size, environment))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores_per_process(local_world_size))
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator().type
     if dist.Backend.default_device_backend_map.get(kind, "gloo") == "gloo":
         return torch.device("cpu")
     count = torch.accelerator.device_count()
-    is_own = count == 1 and not is_shared(environment)
-    check_gpus(count, is_own, local_world_size, environment)
+    # The workers of torchrun all see the same GPUs, or with --virtual-local-rank are all number 0.
+    is_own = count == 1 and (local_rank == 0 or "TORCHELASTIC_RUN_ID" not in os.environ)
+    check_gpus(count, is_own, local_world_size)
     device = torch.device(kind, 0 if is_own else local_rank)
     # Before anything else: or every process would also take memory on GPU 0.
     torch.accelerator.set_device_index(device.index)
     return device
 
 
-def is_shared(environment):
-    """Return whether the GPUs that this process sees are for all workers of its torchrun.
-
-    torchrun does not divide GPUs. If CUDA_VISIBLE_DEVICES is the same here and in the torchrun that
-    started this process, nobody has divided them.
-    """
-    if "TORCHELASTIC_RUN_ID" not in environment:
-        return False
-    parents = ""
-    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/environ") as file:  # Linux only
-        parents = file.read()
-    variables = dict(item.split("=", 1) for item in parents.split("\0") if "=" in item)
-    return environment.get("CUDA_VISIBLE_DEVICES") == variables.get("CUDA_VISIBLE_DEVICES")
-
-
-def check_gpus(count, is_own, local_world_size, environment):
+def check_gpus(count, is_own, local_world_size):
     """Raise LaunchError if GPUs would stay idle in a Slurm task, or two processes share one."""
-    is_task = {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= environment.keys()
-    if {"LOCAL_RANK", "OMPI_COMM_WORLD_RANK"} & environment.keys():
+    is_task = {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= os.environ.keys()
+    if {"LOCAL_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():
         is_task = False  # a torchrun or mpirun in the task started this process
     is_alone = is_task and local_world_size == 1
-    if is_alone and count > 1 and slurm_tasks_here(environment) == 1:
+    if is_alone and count > 1 and slurm_tasks_here() == 1:
         found = f"one Slurm task with {count} GPUs, of which this process would use one"
         command = f"srun --ntasks-per-node={count} python {SCRIPT}"
         command += f", or srun torchrun --nproc-per-node={count} {SCRIPT}"
@@ -411,22 +357,20 @@ def check_gpus(count, is_own, local_world_size, environment):
         raise LaunchError(found, "one task per GPU, or torchrun in the task", command)
     if local_world_size > count and not is_own:
         found = f"{local_world_size} processes on this machine, {count} GPU(s)"
-        if "CUDA_VISIBLE_DEVICES" in environment:
-            found += f" in CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']}"
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            found += f" in CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
         command = f"torchrun --nproc-per-node={count}, srun --ntasks-per-node={count}"
         raise LaunchError(found, "a GPU for each", f"{command}, or mpirun -n {count}")
 
 
-def cores_per_process(local_world_size, environment=None):
+def cores_per_process(local_world_size):
     """Return how many cores each of the `local_world_size` processes on this machine may use."""
-    if environment is None:
-        environment = original_environment()
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):  # Linux: the cores that this process may use
         cores = len(os.sched_getaffinity(0))
-    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_CPUS_ON_NODE"} <= environment.keys():
-        tasks = slurm_tasks_here(environment)
-        granted = read_number(environment, SRUN, "SLURM_CPUS_ON_NODE", 1)
+    if {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_CPUS_ON_NODE"} <= os.environ.keys():
+        tasks = slurm_tasks_here()
+        granted = read_number(SRUN, "SLURM_CPUS_ON_NODE", 1)
         if cores * tasks > granted:  # the tasks are not bound to cores of their own
             cores = min(cores, max(1, granted // tasks))
         local_world_size //= tasks  # processes within one task
@@ -438,30 +382,30 @@ def cores_per_process(local_world_size, environment=None):
 PORTS = range(12000, 32000)  # Linux gives ports above 32768 to outgoing connections
 
 
-def find_address(launcher, ranks, environment, port=None):
+def find_address(launcher, ranks, port=None):
     """Return the Address of rank 0. None: there is one rank, or torchrun keeps a store."""
-    if ranks.world_size == 1 or "TORCHELASTIC_RUN_ID" in environment:
+    if ranks.world_size == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         return None
-    host = find_host(launcher, ranks, environment)
-    job = environment.get("PMIX_NAMESPACE", "")  # of Open MPI
+    host = find_host(launcher, ranks)
+    job = os.environ.get("PMIX_NAMESPACE", "")  # of Open MPI
     if launcher == "srun":
-        job_id = read_number(environment, SRUN, "SLURM_JOB_ID")
-        job = f"{job_id}.{read_number(environment, SRUN, 'SLURM_STEP_ID')}"
-    if "MASTER_PORT" in environment:
+        job_id = read_number(SRUN, "SLURM_JOB_ID")
+        job = f"{job_id}.{read_number(SRUN, 'SLURM_STEP_ID')}"
+    if "MASTER_PORT" in os.environ:
         command = "export MASTER_PORT=29500 on all machines, or unset it"
-        port = read_number(environment, command, "MASTER_PORT", 1, 65535)
+        port = read_number(command, "MASTER_PORT", 1, 65535)
     elif not port:  # jobs that share a machine get ports of their own
         port = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else 29500
     return Address(host, port, job)
 
 
-def find_host(launcher, ranks, environment):
+def find_host(launcher, ranks):
     """Return the host of rank 0: MASTER_ADDR, or else as far as the launcher tells it."""
-    if environment.get("MASTER_ADDR"):
-        return environment["MASTER_ADDR"]
+    if os.environ.get("MASTER_ADDR"):
+        return os.environ["MASTER_ADDR"]
     if launcher == "srun":
-        host = first_host(environment.get("SLURM_STEP_NODELIST", ""))
-        if ranks.rank == 0 and environment.get("SLURM_NODEID") != "0":
+        host = first_host(os.environ.get("SLURM_STEP_NODELIST", ""))
+        if ranks.rank == 0 and os.environ.get("SLURM_NODEID") != "0":
             found = f"rank 0 is not on the first machine, {host}"
             command = "leave out --distribution=arbitrary, or export MASTER_ADDR"
             raise LaunchError(found, "--distribution=block or cyclic", command)
@@ -483,14 +427,12 @@ def first_host(nodelist):
     return host
 
 
-def slurm_tasks_here(environment=None):
+def slurm_tasks_here():
     """Return how many tasks of this Slurm step run on this machine.
 
     SLURM_STEP_TASKS_PER_NODE lists them: 5,1(x2) is 5 on the first machine, 1 on the next two.
     """
-    if environment is None:
-        environment = original_environment()
-    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts = []
     for part in text.split(","):
         match = re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([0-9]{1,5})\))?", part)
@@ -499,7 +441,7 @@ def slurm_tasks_here(environment=None):
             raise LaunchError(found, "tasks per node, as 4(x2),1", SRUN)
         tasks, machines = match.groups()
         counts += [int(tasks)] * int(machines or 1)
-    return counts[read_number(environment, SRUN, "SLURM_NODEID", 0, len(counts) - 1)]
+    return counts[read_number(SRUN, "SLURM_NODEID", 0, len(counts) - 1)]
 
 
 def free_port():
@@ -514,35 +456,32 @@ def free_port():
 
 # Where ranks meet: a store, which rank 0 keeps and all read and write. Its get() waits for a key.
 
-NETWORK_TIMEOUT = 10  # seconds until a host name that nobody knows is an error
 WARN_AFTER = 15  # seconds of waiting for other ranks
 
 
-def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
+def rendezvous(address, rank, world_size, timeout=TIMEOUT):
     """Wait until every rank has joined exactly once, and return the store that rank 0 keeps.
 
     All ranks read one verdict: the first problem that one has found, or null, which the last rank
-    to join writes. No two ranks may share `device`, if it is a GPU. LaunchError: the host is
-    unknown, the port taken, a rank missing after `timeout`, or a rank or a GPU claimed twice.
-    (torch's own rendezvous does not name missing or duplicate ranks.)
+    to join writes. LaunchError: rank 0 is out of reach, its port taken, a rank missing after
+    `timeout` or claimed twice. (torch's own rendezvous does not name missing or duplicate ranks.)
     """
-    gpu = None
-    if device and device.type != "cpu":
-        properties = torch.get_device_module(device).get_device_properties(device)
-        gpu = getattr(properties, "uuid", None)  # not every accelerator has one
     try:
         store = open_store(address, rank, world_size, timeout)
-        add_rank_here(store)
-        problem = claim(store, f"rank {rank}")
-        if gpu:
-            problem = problem or claim(store, f"GPU {gpu}")
-        if problem:
-            publish(store, problem)
-        elif store.add("ranks", 1) == world_size:  # this was the last one
-            publish(store, None)
+        store.add(ranks_here(), 1)
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        if store.add(f"claims to rank {rank}", 1) > 1:
+            other = store.get(f"rank {rank}").decode()
+            found = f"rank {rank} is claimed twice, by {other} and {process}"
+            command = "give each process its own rank, each machine its own node rank"
+            publish(store, LaunchError(found, "one process", f"{command}, and launch once"))
+        else:
+            store.set(f"rank {rank}", process)
+            if store.add("ranks", 1) == world_size:  # this was the last one
+                publish(store, None)
         if rank == 0:
             wait_for_verdict(store, world_size, address, timeout)
-        verdict = problem.args if problem else json.loads(store.get("verdict"))  # get() waits
+        verdict = json.loads(store.get("verdict"))  # waits for it
     except RuntimeError as error:
         found = f"lost rank 0, which kept the store at {address}"
         raise LaunchError(found, "it to wait for all ranks", "read its own message") from error
@@ -553,15 +492,9 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT, device=None):
     return store
 
 
-def claim(store, thing):
-    """Claim a rank or a GPU for this process. Return a LaunchError if another process has it."""
-    process = f"process {os.getpid()} on {socket.gethostname()}"
-    if store.add(f"claims to {thing}", 1) == 1:
-        store.set(thing, process)
-        return None
-    found = f"{thing} is claimed twice, by {store.get(thing).decode()} and {process}"
-    command = "give each process its own rank and GPU, each machine its own node rank"
-    return LaunchError(found, "one process", f"{command}, and launch once")
+def ranks_here():
+    """Return the key under which a store counts the ranks of this machine that have joined."""
+    return f"ranks on {socket.gethostname()}"
 
 
 def publish(store, problem):
@@ -590,32 +523,29 @@ def wait_for_verdict(store, world_size, address, timeout):
         warn_at = deadline
 
 
-def add_rank_here(store):
-    """Count this rank among those of its machine."""
-    store.add(f"ranks on {socket.gethostname()}", 1)
-
-
-def count_ranks_here(store):
-    """Return how many ranks of this machine have joined."""
-    return store.add(f"ranks on {socket.gethostname()}", 0)
-
-
 def open_store(address, rank, world_size, timeout=TIMEOUT):
     """Return the store of a job: rank 0 keeps it, the others connect. LaunchError: see rendezvous.
 
     A rank refuses the store of another job.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
     job = f"{world_size} ranks" + (f" of job {address.job}" if address.job else "")
-    # In a thread: for a time limit, and so that Ctrl-C works.
-    connection = run_in_thread(connect, address, rank, job, deadline)
-    concurrent.futures.wait([connection], min(timeout.total_seconds(), WARN_AFTER))
+    connection = concurrent.futures.Future()
+    # In a thread: a stranger at that port that never answers would hold a TCPStore for ever, deaf
+    # to Ctrl-C.
+    thread = threading.Thread(target=connect, args=(address, rank, job, connection), daemon=True)
+    thread.start()
+    seconds = timeout.total_seconds()
+    concurrent.futures.wait([connection], min(seconds, WARN_AFTER))
     if not connection.done():
-        log.warning("rank %d is waiting for the store of rank 0 at %s", rank, address)
+        reason = find_obstacle(address, job)
+        log.warning("rank %d is waiting for rank 0 at %s (%s)", rank, address, reason)
+        concurrent.futures.wait([connection], max(0, seconds - WARN_AFTER))
+    if not connection.done():
+        found = f"rank {rank} could not reach rank 0 at {address} ({find_obstacle(address, job)})"
+        command = "see whether it runs, and what MASTER_ADDR and MASTER_PORT say there"
+        raise LaunchError(found, "rank 0 there, and no firewall", command)
     try:
-        store, found_job = connection.result(deadline - time.monotonic())
-    except concurrent.futures.TimeoutError:
-        raise unreachable(address, rank, job) from None
+        store, found_job = connection.result()
     except RuntimeError as error:
         if rank > 0:
             raise
@@ -624,67 +554,43 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
         found = f"the store of {found_job} answers at {address}"
         command = "end what has that port (ss -ltnp), or export another MASTER_PORT on all machines"
         raise LaunchError(found, f"the store of {job}", command)
-    # Longer than rank 0 waits for the other ranks
-    store.set_timeout(timeout + datetime.timedelta(seconds=NETWORK_TIMEOUT))
+    store.set_timeout(2 * timeout)  # longer than rank 0 waits for the other ranks
     return store
 
 
-def run_in_thread(function, *arguments):
-    """Call the function in a thread of its own. Return a Future of its result."""
-    future = concurrent.futures.Future()
-
-    def run():
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def connect(address, rank, job, deadline):
-    """Return a store, and the job that it says it is for. Errors are those of torch's TCPStore.
+def connect(address, rank, job, connection):
+    """Set the Future `connection` to a store and the job that it says it is for, or to an error.
 
     Each rank opens one connection, as in torch itself: the store may do a slow name look-up for
     each. torch's own time limit, a day here, does not cover every wait, and prints C++ stacks.
     """
-    wait_until_resolved(address.host, deadline)
     host = "127.0.0.1" if rank == 0 else address.host
-    options = {"wait_for_workers": False, "timeout": datetime.timedelta(days=1)}
-    store = dist.TCPStore(host, address.port, is_master=rank == 0, **options)
-    if rank == 0:
-        store.set("job", job)
-    return store, store.get("job").decode()
-
-
-def wait_until_resolved(host, deadline):
-    """Return as soon as the host's name has an address. LaunchError: it has none."""
-    if "KUBERNETES_SERVICE_HOST" not in os.environ:  # the name of a pod is known once it runs
-        deadline = time.monotonic() + NETWORK_TIMEOUT
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except socket.gaierror as error:
-            is_busy = error.errno == socket.EAI_AGAIN  # the name server has not answered
-            if not is_busy and time.monotonic() > deadline:
-                expected = "the name or address of the machine of rank 0"
-                command = "export MASTER_ADDR=... on all machines"
-                raise LaunchError(f"{host!r} does not resolve", expected, command) from None
-        time.sleep(0.5)
-
-
-def unreachable(address, rank, job):
-    """Return the LaunchError of a rank that could not reach the store in time."""
-    reason = f"something answers there, but not as the store of {job}"
     try:
-        socket.create_connection((address.host, address.port), NETWORK_TIMEOUT).close()
+        while not resolves(host):
+            time.sleep(0.5)
+        options = {"wait_for_workers": False, "timeout": datetime.timedelta(days=1)}
+        store = dist.TCPStore(host, address.port, is_master=rank == 0, **options)
+        if rank == 0:
+            store.set("job", job)
+        connection.set_result((store, store.get("job").decode()))
+    except RuntimeError as error:
+        connection.set_exception(error)
+
+
+def resolves(host):
+    """Return whether a host name has an address now. That of a Kubernetes pod has one later."""
+    with contextlib.suppress(socket.gaierror):
+        return bool(socket.getaddrinfo(host, None))
+    return False
+
+
+def find_obstacle(address, job):
+    """Return what keeps a rank from rank 0: no such name, refused, no route, or a stranger."""
+    try:
+        socket.create_connection((address.host, address.port), 5).close()
     except OSError as error:
-        reason = error
-    found = f"rank {rank} could not reach rank 0 at {address} ({reason})"
-    command = "see whether it runs, and what MASTER_ADDR and MASTER_PORT say there"
-    return LaunchError(found, "rank 0 there, and no firewall", command)
+        return error
+    return f"something listens there, and has not answered as the store of {job}"
 
 
 def unusable_port(port, error):

@@ -10,11 +10,11 @@ import traceback
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
 
+from common.distributed import LaunchError
+
 
 class UserError(Exception):
     """A mistake of the user. The message is one line and says what to do."""
-
-    one_line = True
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def explain(error):
 
     The message is None if the error needs its traceback.
     """
-    if getattr(error, "one_line", False):
+    if isinstance(error, UserError | LaunchError):
         # The message of an error in a loader worker is a whole traceback, whose last line is the
         # error.
         return str(error).splitlines()[-1].rpartition("UserError: ")[-1], 2
@@ -63,13 +63,8 @@ def explain(error):
     if name.startswith("SLURM_"):
         return f"{name} is not set: expected srun to set it; srun --ntasks=2 python {_script()}", 2
     if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        return (
-            (
-                f"{name} is not set: expected torchrun to set it; "
-                f"torchrun --nproc-per-node=2 {_script()}"
-            ),
-            2,
-        )
+        command = f"torchrun --nproc-per-node=2 {_script()}"
+        return f"{name} is not set: expected torchrun to set it; {command}", 2
     return lost_peer(error), 1
 
 

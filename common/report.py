@@ -242,7 +242,7 @@ def launcher_name():
         return "python"
     if multiprocessing.parent_process():
         return "mp.spawn"
-    return find_launcher(os.environ)[0]
+    return find_launcher()[0]
 
 
 def synchronize(device):

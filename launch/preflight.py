@@ -25,11 +25,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.distributed import (
-    check_processes,
+    check_launch,
     find_address,
     find_launcher,
     open_store,
-    original_environment,
 )
 from common.errors import lost_peer, one_line_errors
 from common.flags import Parser
@@ -59,10 +58,9 @@ def main():
     if args.json:  # standard output is for the report alone: gloo of torch 2.9 writes there too
         sys.stdout = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-    environment = original_environment()
-    launcher, ranks = find_launcher(environment)
-    check_processes(launcher, environment)
-    address = find_address(launcher, ranks, environment)
+    launcher, ranks = find_launcher()
+    check_launch(launcher)
+    address = find_address(launcher, ranks)
     rank = ranks.rank
     world_size = ranks.world_size
     store, connect = open_stores(address, rank, world_size)

@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 from rank_watch.calls import differences, join
 from rank_watch.places import calls_of, place_of_thread, recorded_calls
 
-from common.distributed import find_launcher, original_environment
+from common.distributed import find_launcher
 from common.flags import Parser
 
 FOLDER = Path(os.environ.get("WHY_HANG", "hang"))
@@ -66,7 +66,7 @@ def main():
 def run(command):
     """Run a script in this process, with a thread that answers questions."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch reads it: calls to remember
-    _, ranks = find_launcher(original_environment())
+    _, ranks = find_launcher()
     me = {"rank": ranks.rank, "world_size": ranks.world_size}
     me |= {"pid": os.getpid(), "host": socket.gethostname()}
     FOLDER.mkdir(parents=True, exist_ok=True)

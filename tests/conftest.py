@@ -19,7 +19,6 @@ from needs import need
 from processes import ROOT, STARTED, without_gloo
 from ranks import Ranks
 
-from common import distributed
 from common.distributed import free_port
 from imagenet import signals
 from tools.lab import hosts as hosts_module
@@ -180,12 +179,6 @@ def environment(monkeypatch):
     yield environment
     os.environ.clear()  # of what setup_distributed() has set
     os.environ.update(before)
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Give up on an address after 2 seconds."""
-    monkeypatch.setattr(distributed, "NETWORK_TIMEOUT", 2)
 
 
 @pytest.fixture

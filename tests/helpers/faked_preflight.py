@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in 
 import preflight
 import torch
 
-from common.distributed import find_launcher, original_environment
+from common.distributed import find_launcher
 from common.errors import one_line_errors
 from machine_checks import all_reduce, gpu_health, infiniband, messages, xids
 from machine_checks import facts as facts_module
@@ -54,7 +54,7 @@ FAKES = {
 
 if __name__ == "__main__":
     with one_line_errors():
-        _, ranks = find_launcher(original_environment())
+        _, ranks = find_launcher()
         for fake in filter(None, os.environ.get("FAKE", "").split(",")):
             if fake == "machine" or ranks.rank == int(os.environ.get("FAKE_RANK", 1)):
                 FAKES[fake]()

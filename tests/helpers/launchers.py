@@ -18,7 +18,7 @@ VARIABLES = (
     "OMPI_",
     "PMI",
 )
-VARIABLES += ("MPI_", "SETUP_DISTRIBUTED_")
+VARIABLES += ("MPI_",)
 
 
 def torchrun(rank=1, world_size=4, **more):
@@ -81,7 +81,7 @@ def without(variables, *names):
     return {name: value for name, value in variables.items() if name not in names}
 
 
-def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job="", device=None):
+def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job=""):
     """Send these ranks to one rendezvous, a thread each; returns what each got: a store, or an
     error.
     """
@@ -91,7 +91,7 @@ def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job
     def go(k, rank):
         before(rank)
         try:
-            results[k] = rendezvous(address, rank, world_size, timedelta(seconds=timeout), device)
+            results[k] = rendezvous(address, rank, world_size, timedelta(seconds=timeout))
         except LaunchError as error:
             results[k] = str(error)
 
