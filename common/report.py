@@ -1,8 +1,9 @@
-"""What 01 to 05 print and record.
+"""What 01 to 05 and 07 print and record, and the clocks of an epoch, which 06 has too.
 
 A Report only observes: without it a script trains the same model.
 """
 
+import dataclasses
 import multiprocessing
 import os
 import time
@@ -34,7 +35,6 @@ class Report:
         self.world_size = world_size
         self.started = time.perf_counter()
         self.console = Console(rank)
-        self.meter = Meter(device)
         flags = ("dataset", "data_dir", "limit", "augment", "batch_size", "warmup_epochs", "seed")
         self.record = {name: getattr(args, name) for name in flags}
         self.record |= run_fields(device, launcher_name(), world_size, local_world_size)
@@ -46,18 +46,8 @@ class Report:
         }
         if args.log_file:
             self.record["repeat"] = count_repeats(args.log_file, self.record["command"])
-        # Of the current epoch:
-        self.epoch = 0
-        self.steps = 0
-        self.waited = 0.0  # seconds for data
-        self.totals = [0.0, 0.0, 0.0]  # sum of losses, correct answers, images; see show_step
-        # Of the last line, and of the last epoch:
-        self.train_loss = None
-        self.train_acc = None  # in %
-        self.test_loss = None
-        self.test_acc = None  # in %
-        self.seconds = None
-        self.images_per_second = None
+        self.epoch = None  # Epoch: the current one
+        self.test_acc = None  # in %, after the last epoch
 
     def print(self, line):
         self.console.print(line)
@@ -99,33 +89,18 @@ class Report:
         On a GPU the wait is an upper bound of what data costs: meanwhile the GPU works on earlier
         steps.
         """
-        self.epoch = epoch
-        self.steps = len(loader)
-        self.waited = 0.0
-        self.totals = [0.0, 0.0, 0.0]
-        self.meter.begin()
+        clocks = {"data_wait": Spans(torch.device("cpu"))}
+        self.epoch = Epoch(epoch, len(loader), self.device, clocks, totals=[0.0, 0.0, 0.0])
+        batches = self.epoch.batches(iter(loader), lambda _, batch: len(batch[1]) * self.world_size)
         description = f"epoch {epoch + 1}/{self.args.epochs}"
-        return self.console.with_bar(self._timed(iter(loader)), self.steps, description)
-
-    def _timed(self, batches):
-        step = 0
-        asked = time.perf_counter()
-        # to its end: RandomSampler draws a last random number there
-        while batch := next(batches, None):
-            self.waited += time.perf_counter() - asked
-            self.meter.images += len(batch[1]) * self.world_size
-            yield batch
-            step += 1
-            if step == warmup_steps(self.steps):
-                self.meter.warm = self.meter.line = self.meter.mark()
-            asked = time.perf_counter()
+        return self.console.with_bar(batches, len(loader), description)
 
     def due(self, step):
         """Return whether a step, counted from 0, gets a line. All ranks agree.
 
         One in --print-every does, and the last.
         """
-        return (step + 1) % self.args.print_every == 0 or step + 1 == self.steps
+        return (step + 1) % self.args.print_every == 0 or step + 1 == self.epoch.steps
 
     def show_step(self, step, totals):
         """Print loss and accuracy since the start of the epoch, and the speed since the last line.
@@ -135,21 +110,18 @@ class Report:
             totals: float (3,) on the device: sum of losses, correct answers and images since the
                 last line, over all ranks.
         """
+        epoch = self.epoch
+        since = max(epoch.line, epoch.warm)  # the later Mark: a speed leaves out the first steps
         new = totals.tolist()  # note: this waits for the device
-        self.totals = [a + b for a, b in zip(self.totals, new, strict=True)]
-        loss, correct, images = self.totals
-        self.train_loss = loss / images
-        self.train_acc = 100 * correct / images
-        speed = self.meter.speed(self.meter.line)
+        epoch.measure_line([a + b for a, b in zip(epoch.totals, new, strict=True)])
+        loss, correct, images = epoch.totals
+        loss = loss / images
+        speed = epoch.speed(since)
         self.print(
-            f"   == step: [{step + 1:3}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | "
-            f"loss: {self.train_loss:.3f} | acc: {self.train_acc:6.3f}% | {speed:.0f} img/s"
+            f"   == step: [{step + 1:3}/{epoch.steps}] [{epoch.number + 1}/{self.args.epochs}] | "
+            f"loss: {loss:.3f} | acc: {100 * correct / images:6.3f}% | {speed:.0f} img/s"
         )
-        self.console.bar.set_postfix_str(f"loss {self.train_loss:.3f}, {speed:.0f} img/s")
-        self.meter.line = self.meter.mark()
-        if step + 1 == self.steps:
-            self.seconds = self.meter.line.seconds - self.meter.start.seconds
-            self.images_per_second = self.meter.speed(self.meter.warm)
+        self.console.bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} img/s")
 
     def show_epoch(self, totals):
         """Print loss and accuracy on the test set, and write the record of an epoch.
@@ -158,28 +130,19 @@ class Report:
             totals: float (3,) on the device: sum of losses, correct answers and images of the test
                 set, over all ranks.
         """
+        epoch = self.epoch
         loss, correct, images = totals.tolist()
-        self.test_loss = loss / images
+        loss = loss / images
         self.test_acc = 100 * correct / images
-        wait_share = self.waited / self.seconds
         self.print(
-            f"   == test: [{self.epoch + 1}/{self.args.epochs}] | "
-            f"loss: {self.test_loss:.3f} | acc: {self.test_acc:6.3f}% | "
-            f"epoch took {self.seconds:.1f} s, {self.images_per_second:.0f} img/s, "
-            f"{100 * wait_share:.1f}% of it waiting for data"
+            f"   == test: [{epoch.number + 1}/{self.args.epochs}] | "
+            f"loss: {loss:.3f} | acc: {self.test_acc:6.3f}% | "
+            f"epoch took {epoch.seconds:.1f} s, {epoch.speed(epoch.warm):.0f} img/s, "
+            f"{epoch.share('data_wait'):.1%} of it waiting for data"
         )
-        measured = {
-            "epoch": self.epoch + 1,
-            "seconds": round(self.seconds, 3),
-            "images_per_second": round(self.images_per_second, 1),
-            "data_wait_share": round(wait_share, 4),
-            "train_loss": round(self.train_loss, 4),
-            "train_acc": round(self.train_acc, 3),
-            "test_loss": round(self.test_loss, 4),
-            "test_acc": round(self.test_acc, 3),
-        }
+        tested = {"test_loss": round(loss, 4), "test_acc": round(self.test_acc, 3)}
         if self.args.log_file and self.console.rank == 0:
-            append_record(self.args.log_file, self.record | measured)
+            append_record(self.args.log_file, self.record | epoch.record() | tested)
 
     def summary(self):
         """Print the last line of a run."""
@@ -197,11 +160,105 @@ class Mark(NamedTuple):
     images: int  # of the epoch so far, on all ranks
 
 
-class Meter:
-    """The speed of a training epoch.
+@dataclasses.dataclass
+class Epoch:
+    """The counts and the clocks of one training epoch. It prints nothing.
 
-    It waits for the device before it reads the clock, so its seconds are true. Images per second
-    since `warm` leave out the first steps of an epoch (compilation, workers that start).
+    It waits for the device before it reads the clock, so its seconds are true. Totals, seconds,
+    speed and shares are measured at every printed line. The last step has one, so they are then
+    those of the epoch.
+    """
+
+    number: int  # counted from 0
+    steps: int
+    device: torch.device
+    clocks: dict  # {name: Spans}, of parts of the time; "data_wait" is the wait for the loader
+    totals: list  # sum of losses, correct answers (perhaps others), images; up to the last line
+    first_step: int = 0  # above 0 if an earlier process trained the steps before it
+    accumulate: int = 1  # batches of a step
+
+    def __post_init__(self):
+        self.images = 0  # that all ranks have trained on in this process
+        self.seconds_of = dict.fromkeys(self.clocks, 0.0)  # up to the last line
+        self.start = self.mark()
+        self.warm = self.start  # Mark: the end of the first steps (compilation, workers that start)
+        self.line = self.start  # Mark: the last line
+
+    def batches(self, batches, images_of):
+        """Yield batches, and measure how long the loop waits for them.
+
+        Args:
+            images_of: function of a step, counted from 0, and its last batch: images on all ranks.
+        """
+        warmup = warmup_steps(self.steps - self.first_step) * self.accumulate
+        waiting = self.clocks["data_wait"]
+        waiting.begin()
+        for count, batch in enumerate(batches, 1):
+            waiting.end()
+            if count % self.accumulate == 0:
+                step = self.first_step + count // self.accumulate - 1
+                self.images += images_of(step, batch)
+            yield batch
+            if count == warmup:
+                self.warm = self.mark()
+            waiting.begin()
+
+    def mark(self):
+        """Return the Mark of now."""
+        synchronize(self.device)
+        return Mark(time.perf_counter(), self.images)
+
+    def measure_line(self, totals):
+        """Begin another line.
+
+        Args:
+            totals: list of numbers, since the start of the epoch.
+
+        Returns:
+            (totals, shares) since the last line; shares is {name of a clock: its part of the time}.
+        """
+        before = self.line
+        self.line = self.mark()
+        new = [now - then for now, then in zip(totals, self.totals, strict=True)]
+        self.totals = totals
+        shares = {}
+        for name, clock in self.clocks.items():
+            seconds = clock.read()
+            self.seconds_of[name] += seconds
+            shares[name] = seconds / (self.line.seconds - before.seconds)
+        return new, shares
+
+    @property
+    def seconds(self):
+        """From the start of the epoch to the last line."""
+        return self.line.seconds - self.start.seconds
+
+    def speed(self, since):
+        """Return the images per second on all ranks from a Mark to the last line."""
+        return (self.line.images - since.images) / (self.line.seconds - since.seconds)
+
+    def share(self, name):
+        """Return the part of the epoch's time that a clock has measured."""
+        return self.seconds_of[name] / self.seconds
+
+    def record(self):
+        """Return what a record says of this epoch and its training: a dict."""
+        loss, correct, *_, images = self.totals
+        shares = {f"{name}_share": round(self.share(name), 4) for name in self.clocks}
+        return {
+            "epoch": self.number + 1,
+            "seconds": round(self.seconds, 3),
+            "images_per_second": round(self.speed(self.warm), 1),
+            **shares,
+            "train_loss": round(loss / images, 4),
+            "train_acc": round(100 * correct / images, 3),
+        }
+
+
+class Spans:
+    """Spans of time on a device.
+
+    On a GPU, events measure them in its stream, so no step waits for the GPU.
 
     Args:
         device: torch.device.
@@ -209,25 +266,33 @@ class Meter:
 
     def __init__(self, device):
         self.device = device
-        self.images = 0  # of this epoch so far, on all ranks; the caller counts them
-        self.start = None  # Mark: the start of the epoch
-        self.warm = None  # Mark: the end of its first steps
-        self.line = None  # Mark: the last line that was printed
+        self.is_cpu = device.type == "cpu"
+        self.start = None  # of the span that is open
+        self.spans = []  # (start, end), since the last reading
 
     def begin(self):
-        """Begin an epoch."""
-        self.images = 0
-        self.start = self.warm = self.line = self.mark()
+        self.start = self._now()
 
-    def mark(self):
-        """Return the Mark of now."""
-        synchronize(self.device)
-        return Mark(time.perf_counter(), self.images)
+    def end(self):
+        self.spans.append((self.start, self._now()))
 
-    def speed(self, since):
-        """Return the images per second on all ranks since a Mark."""
-        now = self.mark()
-        return (now.images - since.images) / (now.seconds - since.seconds)
+    def read(self):
+        """Return the seconds of all spans since the last reading.
+
+        The device must have finished its work.
+        """
+        spans = self.spans
+        self.spans = []
+        if self.is_cpu:
+            return sum(end - start for start, end in spans)
+        return sum(start.elapsed_time(end) / 1000 for start, end in spans)
+
+    def _now(self):
+        if self.is_cpu:
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
 
 
 def batch_totals(loss, outputs, targets):

@@ -1,50 +1,10 @@
 """Clocks for parts of a training step."""
 
-import time
-
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-
-class Spans:
-    """Spans of time on a device.
-
-    On a GPU, events measure them in its stream, so no step waits for the GPU.
-
-    Args:
-        device: torch.device.
-    """
-
-    def __init__(self, device):
-        self.device = device
-        self.is_cpu = device.type == "cpu"
-        self.start = None  # of the span that is open
-        self.spans = []  # (start, end), since the last reading
-
-    def begin(self):
-        self.start = self._now()
-
-    def end(self):
-        self.spans.append((self.start, self._now()))
-
-    def read(self):
-        """Return the seconds of all spans since the last reading.
-
-        The device must have finished its work.
-        """
-        spans = self.spans
-        self.spans = []
-        if self.is_cpu:
-            return sum(end - start for start, end in spans)
-        return sum(start.elapsed_time(end) / 1000 for start, end in spans)
-
-    def _now(self):
-        if self.is_cpu:
-            return time.perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
+from common.report import Spans
 
 
 class CommunicationClock:

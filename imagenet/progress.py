@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from common.console import Console, memory_used
 from common.records import append_record, count_repeats, run_fields
-from common.report import Meter, warmup_steps
-from imagenet.clocks import CommunicationClock, Spans
+from common.report import Epoch, Spans
+from imagenet.clocks import CommunicationClock
 
 
 class Evaluation(NamedTuple):
@@ -35,12 +35,8 @@ class Progress:
         self.args = args
         self.d = d
         self.sampler = sampler
-        self.steps = sampler.steps
-        self.accumulate = sampler.accumulate
         self.started = time.perf_counter()
         self.console = Console(d.rank)
-        self.meter = Meter(d.device)
-        self.waiting = Spans(d.device)  # for data
         # On a GPU the hook of this clock slows the backward pass, so it is measured only if asked
         # for.
         measured = d.world_size > 1 and (d.device.type == "cpu" or args.time_communication)
@@ -53,7 +49,7 @@ class Progress:
             "dataset": f"dummy {args.dummy}" if args.dummy else args.train_path,
             "model": args.arch,
             "global_batch": args.batch_size,
-            "accumulate": self.accumulate,
+            "accumulate": sampler.accumulate,
             "lr": args.lr * args.batch_size / 256,
         }
         if d.is_main and args.log_file:
@@ -63,16 +59,7 @@ class Progress:
             from torch.utils.tensorboard import SummaryWriter  # takes two seconds to import
 
             self.tensorboard = SummaryWriter(args.tensorboard)
-
-        # Of the current epoch:
-        self.epoch = 0
-        self.first_step = 0  # above 0 if an earlier process trained the steps before it
-        self.waited = 0.0  # seconds for data, up to the last line
-        self.communicated = 0.0  # seconds
-        self.totals = [0.0, 0.0, 0.0, 0.0]  # up to the last line; see show_step
-        # Known at the end of the epoch:
-        self.seconds = None
-        self.images_per_second = None
+        self.epoch = None  # Epoch: the current one
 
     def print(self, line):
         self.console.print(line)
@@ -89,10 +76,11 @@ class Progress:
             f"{args.arch}, {weights:.1f} M weights"
         )
         pieces = " to ".join(str(size) for size in sorted(set(self.sampler.piece_sizes())))
-        micro = f" in {self.accumulate} micro-batches" if self.accumulate > 1 else ""
+        accumulate = self.sampler.accumulate
+        micro = f" in {accumulate} micro-batches" if accumulate > 1 else ""
         self.print(
             f"global batch {args.batch_size}: {pieces} images per process at a time{micro}, "
-            f"{self.steps} steps per epoch | lr {args.lr:g} -> {r['lr']:g} | "
+            f"{self.sampler.steps} steps per epoch | lr {args.lr:g} -> {r['lr']:g} | "
             f"{', '.join(self._options())}"
         )
 
@@ -119,31 +107,23 @@ class Progress:
             first_step: int, above 0 if an earlier process trained the steps before it.
             totals: float (4,), what that process counted; see show_step.
         """
-        self.epoch = epoch
-        self.first_step = first_step
-        self.waited = 0.0
-        self.communicated = 0.0
-        self.totals = totals.tolist()
-        self.seconds = None
-        self.images_per_second = None
-        self.meter.begin()
+        device = self.d.device
+        sampler = self.sampler
+        communication = self.communication.spans if self.communication else Spans(device)
+        self.epoch = Epoch(
+            number=epoch,
+            steps=sampler.steps,
+            device=device,
+            clocks={"data_wait": Spans(device), "communication": communication},
+            totals=totals.tolist(),
+            first_step=first_step,
+            accumulate=sampler.accumulate,
+        )
+        # Pieces of a step may differ in size by one image: the sampler knows the images of all.
+        batches = self.epoch.batches(iter(loader), lambda step, _: sampler.step_size(step))
         description = f"epoch {epoch + 1}/{self.args.epochs}"
-        total = (self.steps - first_step) * self.accumulate
-        return self.console.with_bar(self._timed(iter(loader)), total, description)
-
-    def _timed(self, batches):
-        steps = self.steps - self.first_step
-        for count in range(1, steps * self.accumulate + 1):
-            self.waiting.begin()
-            batch = next(batches)
-            self.waiting.end()
-            if count % self.accumulate == 0:
-                # Of all ranks: their pieces of a step may differ in size by one image.
-                step = self.first_step + count // self.accumulate - 1
-                self.meter.images += self.sampler.step_size(step)
-            yield batch
-            if count == warmup_steps(steps) * self.accumulate:
-                self.meter.warm = self.meter.mark()
+        total = (sampler.steps - first_step) * sampler.accumulate
+        return self.console.with_bar(batches, total, description)
 
     def backward_done(self):
         """Note that the last backward pass of a step has returned."""
@@ -152,7 +132,7 @@ class Progress:
 
     def due(self, step):
         """Return whether this step, counted from 0, gets a line. It is the same on every rank."""
-        return (step + 1) % self.args.print_every == 0 or step + 1 == self.steps
+        return (step + 1) % self.args.print_every == 0 or step + 1 == self.sampler.steps
 
     def show_step(self, step, totals, lr):
         """Print loss, accuracy and speed since the last line, and where the time went.
@@ -163,28 +143,28 @@ class Progress:
                 the first five, images; over all ranks and since the start of the epoch.
             lr: float, of this step.
         """
-        before = self.totals
-        self.totals = totals.tolist()  # note: this waits for the device
-        loss, top1, top5, images = (
-            now - then for now, then in zip(self.totals, before, strict=True)
-        )
+        epoch = self.epoch
+        since = epoch.line
+        # note: tolist() waits for the device
+        (loss, top1, top5, images), shares = epoch.measure_line(totals.tolist())
         images = max(1, images)  # all images since the last line may be damaged
         loss = loss / images
         top1 = 100 * top1 / images
         top5 = 100 * top5 / images
 
-        speed, data, communication = self._measure_line()
-        shares = f"data {data:.1%}, compute {max(0, 1 - data - communication):.1%}"
+        speed = epoch.speed(since)
+        data = shares["data_wait"]
+        communication = shares["communication"]
+        parts = f"data {data:.1%}, compute {max(0, 1 - data - communication):.1%}"
         if self.communication or self.d.world_size == 1:
-            shares += f", communication {communication:.1%}"
-        steps_done = self.epoch * self.steps + step + 1
-        seconds = time.perf_counter() - self.meter.start.seconds
-        seconds_per_step = seconds / (step + 1 - self.first_step)
-        left = (self.args.epochs * self.steps - steps_done) * seconds_per_step
+            parts += f", communication {communication:.1%}"
+        steps_done = epoch.number * epoch.steps + step + 1
+        seconds_per_step = epoch.seconds / (step + 1 - epoch.first_step)
+        left = (self.args.epochs * epoch.steps - steps_done) * seconds_per_step
         self.print(
-            f"   == step: [{step + 1:4}/{self.steps}] [{self.epoch + 1}/{self.args.epochs}] | "
+            f"   == step: [{step + 1:4}/{epoch.steps}] [{epoch.number + 1}/{self.args.epochs}] | "
             f"loss: {loss:.3f} | top-1: {top1:6.3f}% | {speed:.0f} img/s | lr {lr:.4g} | "
-            f"{shares} | {duration(left)} left"
+            f"{parts} | {duration(left)} left"
         )
         self.console.bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} img/s")
         scalars = {
@@ -197,25 +177,6 @@ class Progress:
             "speed/communication": communication,
         }
         self._write_scalars(steps_done, scalars)
-        self.meter.line = self.meter.mark()
-        if step + 1 == self.steps:
-            self.seconds = self.meter.line.seconds - self.meter.start.seconds
-            self.images_per_second = self.meter.speed(self.meter.warm)
-
-    def _measure_line(self):
-        """Return what was measured since the last line.
-
-        Returns:
-            (speed, data, communication): images per second on all ranks, the share of time spent
-            waiting for data, and that spent in communication.
-        """
-        seconds = time.perf_counter() - self.meter.line.seconds
-        speed = self.meter.speed(self.meter.line)
-        waited = self.waiting.read()
-        communicated = self.communication.spans.read() if self.communication else 0.0
-        self.waited += waited
-        self.communicated += communicated
-        return speed, waited / seconds, communicated / seconds
 
     def show_epoch(self, evaluation):
         """Print loss and accuracy, if the epoch was evaluated, and write the record of the epoch.
@@ -223,28 +184,21 @@ class Progress:
         Args:
             evaluation: Evaluation or None.
         """
-        measured = {"epoch": self.epoch + 1}
+        epoch = self.epoch
+        measured = {"epoch": epoch.number + 1}
         speed = ""
-        if self.seconds:  # otherwise an earlier process trained this epoch
-            loss, top1, _, images = self.totals
-            waited = self.waited / self.seconds
-            speed = f" | {self.images_per_second:.0f} img/s, {waited:.1%} waiting for data"
-            measured |= {
-                "seconds": round(self.seconds, 3),
-                "images_per_second": round(self.images_per_second, 1),
-                "data_wait_share": round(waited, 4),
-                "communication_share": round(self.communicated / self.seconds, 4),
-                "train_loss": round(loss / images, 4),
-                "train_acc": round(100 * top1 / images, 3),
-            }
+        if epoch.first_step < epoch.steps:  # otherwise an earlier process trained this epoch
+            measured = epoch.record()
+            speed = f" | {epoch.speed(epoch.warm):.0f} img/s, "
+            speed += f"{epoch.share('data_wait'):.1%} waiting for data"
         if evaluation:
             loss, top1, top5, images = evaluation
             self.print(
-                f"   == test: [{self.epoch + 1}/{self.args.epochs}] | loss: {loss:.3f} | "
+                f"   == test: [{epoch.number + 1}/{self.args.epochs}] | loss: {loss:.3f} | "
                 f"top-1: {top1:6.3f}% | top-5: {top5:6.3f}% | {images} images{speed}"
             )
             scalars = {"test/loss": loss, "test/top1": top1, "test/top5": top5}
-            self._write_scalars((self.epoch + 1) * self.steps, scalars)
+            self._write_scalars((epoch.number + 1) * epoch.steps, scalars)
             measured |= {
                 "test_loss": round(loss, 4),
                 "test_acc": round(top1, 3),

@@ -58,7 +58,7 @@ def test_the_device_is_synchronised_before_the_clock_is_read(clock, monkeypatch)
     reads = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: reads.append(clock.now))
     report = Report(flags(), torch.device("cpu"))
-    report.meter.device = torch.device("cuda")
+    report.device = torch.device("cuda")
     train_epoch(report, clock, steps=20)
     moments = {round(moment - 100, 1) for moment in reads}
     assert moments == {0, 0.2, 2}, "at the beginning, the end of the first steps, and the end"

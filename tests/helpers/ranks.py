@@ -201,7 +201,7 @@ def _log_training(out, kill):
         return loss
 
     def show_step(self, step, totals, lr, original=Progress.show_step):
-        write(self.epoch, step, lr=lr)
+        write(self.epoch.number, step, lr=lr)
         original(self, step, totals, lr)
 
     GlobalBatchSampler.set_epoch = set_epoch
