@@ -8,7 +8,7 @@
 Rank 0 prints one line per rank, one verdict per check with the line to change, and the time of an
 all_reduce. The exit code is 0 if no check failed, 1 if one did, 2 if the launch itself was refused.
 A rank that does not answer is named after 10 s, or after 60 s with GPUs, whose first use takes
-long. Of the environment, only a few variables are printed. The checks are in machine_checks/.
+long. Of the environment, only a few variables are printed. The checks are in launch/checks/.
 """
 
 import argparse
@@ -32,15 +32,15 @@ from common.distributed import (
 )
 from common.errors import lost_peer, one_line_errors
 from common.flags import Parser
-from machine_checks import checks, show
-from machine_checks.all_reduce import measure, watch
-from machine_checks.checks import Check
-from machine_checks.facts import facts
-from machine_checks.gpu_health import check_gpu_health
-from machine_checks.infiniband import check_infiniband
-from machine_checks.messages import Pulse, collect, wait_for
-from machine_checks.network import Attempt, Listener, connect_to_all
-from machine_checks.xids import check_xids
+from launch.checks import checks, show
+from launch.checks.all_reduce import measure, watch
+from launch.checks.checks import Check
+from launch.checks.facts import facts
+from launch.checks.gpu_health import check_gpu_health
+from launch.checks.infiniband import check_infiniband
+from launch.checks.messages import Pulse, collect, wait_for
+from launch.checks.network import Attempt, Listener, connect_to_all
+from launch.checks.xids import check_xids
 
 ARRIVAL = datetime.timedelta(seconds=20)  # to connect to rank 0
 

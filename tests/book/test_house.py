@@ -5,19 +5,17 @@ import ast
 from processes import ROOT
 
 CORE = ("common", "imagenet", "template")
-LAUNCH = ("launch", "machine_checks")
 ROOMS = {  # folder, or beginning of its path: what it may import beside the core
     "0": (),
     "common/": (),
     "imagenet/": (),
     "template/": (),
-    "launch/": LAUNCH,
-    "machine_checks/": LAUNCH,
+    "launch/": ("launch",),
     "exercises/": ("exercises",),
-    "tests/core/": LAUNCH,
-    "tests/launch/": (*LAUNCH, "tools.lab"),
+    "tests/core/": ("launch",),
+    "tests/launch/": ("launch", "tools.lab"),
     "tests/exercises/": ("exercises",),
-    "tests/helpers/": (*LAUNCH, "tools.lab"),
+    "tests/helpers/": ("launch", "tools.lab"),
 }
 
 

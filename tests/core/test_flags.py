@@ -21,7 +21,7 @@ from common.flags import output_file
 from imagenet import progress
 from imagenet.launch_checks import check_launch
 from imagenet.sampler import GlobalBatchSampler
-from machine_checks import all_reduce, messages
+from launch.checks import all_reduce, messages
 
 # 01 to 05
 

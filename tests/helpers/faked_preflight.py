@@ -17,8 +17,8 @@ import torch
 
 from common.distributed import find_launcher
 from common.errors import one_line_errors
-from machine_checks import all_reduce, gpu_health, infiniband, messages, xids
-from machine_checks import facts as facts_module
+from launch.checks import all_reduce, gpu_health, infiniband, messages, xids
+from launch.checks import facts as facts_module
 
 
 def end(signal_number):

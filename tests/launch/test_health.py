@@ -25,7 +25,7 @@ from processes import ROOT
 from ranks import Ranks
 from test_preflight import assert_verdicts, fact, failed, verdicts
 
-from machine_checks import checks, commands, gpu_health, infiniband, xids
+from launch.checks import checks, commands, gpu_health, infiniband, xids
 
 SECOND = L4.replace("00000000:01:00.0", "00000000:3b:00.0").replace("c5533cd4", "0d1e0000")
 

@@ -16,7 +16,7 @@ from processes import finished
 
 from common.distributed import LaunchError, Ranks
 from launch import preflight
-from machine_checks import all_reduce, checks, facts, messages, network, show
+from launch.checks import all_reduce, checks, facts, messages, network, show
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
 CHECKS = ["ranks", "launch", "devices", "addresses", "network", "port", "versions", "code"]
@@ -343,7 +343,7 @@ def test_unusable_gpus_are_a_failure_unless_they_are_hidden(monkeypatch, tmp_pat
 def test_the_code_differs_if_a_file_of_any_folder_does(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "ROOT", tmp_path)
     hashes = {facts.code_hash()}
-    for folder in (".", "common", "imagenet", "launch", "machine_checks"):
+    for folder in (".", "common", "imagenet", "launch", "launch/checks"):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "a.py").write_text(folder)
         hashes.add(facts.code_hash())

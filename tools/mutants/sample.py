@@ -29,7 +29,7 @@ from tools.mutants.faults import faults_in, sample
 
 # What users run, and what they copy.
 FILES = ["0?_*.py", "common/*.py", "imagenet/*.py", "template/train.py", "launch/*.py"]
-FILES += ["machine_checks/*.py"]
+FILES += ["launch/checks/*.py"]
 FILES += ["tools/prepare_imagenet.py", "tools/records.py", "tools/steps.py", "tools/experiments.py"]
 EXPLAINED = ROOT / "tools/mutants/explained.jsonl"
 # Compares the rungs' sections with those of their parents, as text, and executes none of them

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from common.distributed import LaunchError, setup_device
-from machine_checks.gpu_health import ask_nvidia_smi, driver_version
-from machine_checks.infiniband import infiniband_facts
-from machine_checks.xids import ask_kernel
+from launch.checks.gpu_health import ask_nvidia_smi, driver_version
+from launch.checks.infiniband import infiniband_facts
+from launch.checks.xids import ask_kernel
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # the request for an interface's address; in linux/sockios.h
 # The driver lists its GPUs here, even if torch cannot use them.
 NVIDIA = Path("/proc/driver/nvidia/gpus")
@@ -201,7 +201,7 @@ def cores():
 def code_hash():
     """Return eight digits that differ if the Python files of a job differ."""
     digest = hashlib.sha256()
-    names = ["", "common", "imagenet", "launch", "machine_checks"]
+    names = ["", "common", "imagenet", "launch", "launch/checks"]
     for path in sorted(path for name in names for path in (ROOT / name).glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

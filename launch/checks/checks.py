@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import lost_peer
-from machine_checks import messages
+from launch.checks import messages
 
 RESNET50 = 25_557_032 * 4  # bytes of its float32 gradients; number of weights: torchvision
 CLOCKS = 5  # seconds that clocks may differ; torchrun's rendezvous drops a machine after 15

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from common.report import synchronize
-from machine_checks import messages
-from machine_checks.messages import PULSE
+from launch.checks import messages
+from launch.checks.messages import PULSE
 
 SIZES = (2**12, 2**16, 2**20, 2**24, 2**26)  # bytes of an all_reduce
 LARGE = 2**29  # bytes, on GPUs: NVLink reaches its bandwidth only with large messages

@@ -2,7 +2,7 @@
 
 import json
 
-from machine_checks.all_reduce import bandwidth, text_of
+from launch.checks.all_reduce import bandwidth, text_of
 
 
 def as_text(all_facts, clocks, checks, times):
