@@ -76,12 +76,17 @@ def gpu_software(device):
     return {
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "driver": read_proc("driver/nvidia/version", r"Kernel Module.*?\s(\d[\d.]+)"),
+        "driver": driver_version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "nccl_class": nccl_class,
         "tf32_matmul": torch.get_float32_matmul_precision() != "highest",
         "tf32_conv": torch.backends.cudnn.allow_tf32,
     }
+
+
+def driver_version():
+    """Return the version of NVIDIA's driver, or None."""
+    return read_proc("driver/nvidia/version", r"Kernel Module.*?\s(\d[\d.]+)")
 
 
 def device_name(device):

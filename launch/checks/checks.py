@@ -67,7 +67,7 @@ def check_launch(all_facts):
     for key in ("world_size", "launcher"):
         values = group(all_facts, key)
         if len(values) > 1:
-            found = "; ".join(f"{key} {value} on {span(ranks)}" for value, ranks in values.items())
+            found = list_groups(values, key)
             change = "the same command and the same number of machines everywhere"
             return Check("launch", "FAIL", found, change)
     first = all_facts[0]
@@ -96,7 +96,7 @@ def check_devices(all_facts):
         return Check(
             "devices",
             "FAIL",
-            "; ".join(f"{backend} on {span(ranks)}" for backend, ranks in backends.items()),
+            list_groups(backends),
             "GPUs for all ranks or for none: "
             "python -c 'import torch; print(torch.cuda.is_available())' on each machine",
         )
@@ -192,7 +192,7 @@ def check_versions(all_facts):
     for key in ("torch", "cuda", "nccl", "python"):
         values = group(all_facts, key)
         if len(values) > 1:
-            found = "; ".join(f"{key} {value} on {span(ranks)}" for value, ranks in values.items())
+            found = list_groups(values, key)
             machines = sorted({fact["host"] for fact in all_facts if fact[key] != first[key]})
             what = f"pip install torch=={first['torch'].partition('+')[0]}"
             if key == "python":
@@ -201,9 +201,8 @@ def check_versions(all_facts):
             return Check("versions", "FAIL", found, change)
     drivers = {version: ranks for version, ranks in group(all_facts, "driver").items() if version}
     if len(drivers) > 1:  # a warning: CUDA runs with any driver that is new enough for it
-        found = "; ".join(f"driver {name} on {span(ranks)}" for name, ranks in drivers.items())
         change = "the same NVIDIA driver on all machines, if one of them is slow or fails"
-        return Check("versions", "warn", found, change)
+        return Check("versions", "warn", list_groups(drivers, "driver"), change)
     driver = f", driver {first['driver']}" if first["driver"] else ""
     found = f"torch {first['torch']}, Python {first['python']}{driver} everywhere"
     return Check("versions", "ok", found)
@@ -213,9 +212,8 @@ def check_code(all_facts):
     """All machines have the same scripts."""
     values = group(all_facts, "code")
     if len(values) > 1:
-        found = "; ".join(f"{value} on {span(ranks)}" for value, ranks in values.items())
-        change = "git status; git rev-parse HEAD on each machine"
-        return Check("code", "FAIL", f"the scripts differ: {found}", change)
+        found = f"the scripts differ: {list_groups(values)}"
+        return Check("code", "FAIL", found, "git status; git rev-parse HEAD on each machine")
     return Check("code", "ok", f"the same everywhere ({all_facts[0]['code']})")
 
 
@@ -309,6 +307,11 @@ def group(all_facts, key):
     for fact in all_facts:
         groups.setdefault(fact[key], []).append(fact["rank"])
     return groups
+
+
+def list_groups(groups, name=""):
+    """Return "torch 2.9 on rank 0; torch 2.10 on ranks 1-3" for the groups of group()."""
+    return "; ".join(f"{name} {value} on {span(ranks)}".strip() for value, ranks in groups.items())
 
 
 def span(ranks):

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from common.distributed import LaunchError, setup_device
-from launch.checks.gpu_health import ask_nvidia_smi, driver_version
+from common.records import driver_version
+from launch.checks.gpu_health import ask_nvidia_smi
 from launch.checks.infiniband import infiniband_facts
 from launch.checks.xids import ask_kernel
 

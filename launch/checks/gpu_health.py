@@ -1,7 +1,6 @@
 """Whether the GPUs of a machine are healthy, as nvidia-smi reports it."""
 
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
 from launch.checks import commands
@@ -11,7 +10,6 @@ from launch.checks.checks import Check, worst
 # field has another name in this version, as clocks_throttle_reasons and clocks_event_reasons.
 NVIDIA_SMI = ["nvidia-smi", "-q", "-x"]
 PATIENCE = 6  # seconds; less than messages.SILENCE, so that no rank counts as missing
-DRIVER = Path("/proc/driver/nvidia/version")
 # Why a GPU runs slower than it can. An idle GPU also lowers its clocks, and a busy GPU stays at its
 # power limit (sw_power_cap): both are normal, so neither is in this list.
 SLOWDOWNS = {
@@ -24,13 +22,6 @@ LEAVE_OUT = "leave {host} out (sbatch --exclude={host}) and tell its administrat
 RESET = (
     "nvidia-smi --gpu-reset -i {bus} on {host}, as root and with no process on the GPU; or reboot"
 )
-
-
-def driver_version():
-    """Return the version of NVIDIA's driver, or None."""
-    text = DRIVER.read_text() if DRIVER.exists() else ""
-    found = re.search(r"Kernel Module.*?\s(\d[\d.]+)", text)
-    return found[1] if found else None
 
 
 def ask_nvidia_smi():

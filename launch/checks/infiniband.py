@@ -17,16 +17,13 @@ CAP_IPC_LOCK = 14  # the number of a capability, in linux/capability.h: no limit
 
 def infiniband_facts():
     """Return the facts about the adapters of this machine, as a dict for JSON."""
+    ports = sorted(ADAPTERS.glob("*/ports/*"))
     return {
-        "ports": {f"{port.parts[-3]}:{port.name}": describe_port(port) for port in find_ports()},
+        "ports": {f"{port.parts[-3]}:{port.name}": describe_port(port) for port in ports},
         "has_devices": any(DEVICES.glob("uverbs*")),
         "has_library": has_library(),
         "memlock": memlock(),
     }
-
-
-def find_ports():
-    return sorted(ADAPTERS.glob("*/ports/*"))
 
 
 def describe_port(port):

@@ -69,11 +69,11 @@ def connect_to_all(listeners, source):
     return sorted(attempts)
 
 
-def connection_error(address, port, name, seconds=4):
+def connection_error(address, port, name):
     """Connect to a Listener. Return what went wrong, or None."""
     try:
-        with socket.create_connection((address, port), timeout=seconds) as connection:
-            connection.settimeout(seconds)
+        # seconds, to connect and to wait for an answer
+        with socket.create_connection((address, port), timeout=4) as connection:
             answer = connection.recv(300).decode(errors="replace")
     except OSError as error:
         return str(error)

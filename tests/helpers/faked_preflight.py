@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in ("launch", ".")]
 
@@ -46,7 +47,7 @@ FAKES = {
     "machine": machine,
     "torch": lambda: setattr(torch, "__version__", "2.6.0+cu124"),
     "code": lambda: setattr(facts_module, "code_hash", lambda: "0badc0de"),
-    "clock": lambda: setattr(preflight, "clock", lambda: time.time() + 20),
+    "clock": lambda: setattr(preflight, "time", SimpleNamespace(time=lambda: time.time() + 20)),
     "killed": lambda: setattr(preflight, "facts", end(signal.SIGKILL)),
     "killed in all_reduce": lambda: setattr(all_reduce, "time_all_reduce", end(signal.SIGKILL)),
     "stopped in all_reduce": lambda: setattr(all_reduce, "time_all_reduce", end(signal.SIGSTOP)),
