@@ -40,15 +40,14 @@ from common.distributed import Distributed, cleaned_up, setup_distributed, sum_o
 from common.errors import one_line_errors
 from common.syncbn import convert_sync_batchnorm
 from imagenet.checkpoint import BEST, Checkpoints, SaveTimer
+from imagenet.checks import check_batches, check_launch, check_same_run
 from imagenet.datasets import build_datasets
 from imagenet.finetune import freeze, start_from, train_mode
 from imagenet.flags import AMP_DTYPES, parse_args
-from imagenet.launch_checks import check_launch
 from imagenet.loader import DeviceLoader, build_normalize
 from imagenet.model import AveragedModel, build_model, parameter_groups, start_momentum
 from imagenet.progress import Evaluation, Progress
-from imagenet.resume import check_batches, check_same_run, micro_batches
-from imagenet.sampler import GlobalBatchSampler
+from imagenet.sampler import GlobalBatchSampler, micro_batches
 from imagenet.votes import Stopped, Votes
 from imagenet.weights import load_into
 

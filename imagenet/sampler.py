@@ -70,6 +70,24 @@ class GlobalBatchSampler:
                 yield [(self.epoch, index) for index in order[start:end]]
 
 
+def micro_batches(args, world_size, state):
+    """Return (accumulate, micro_batch): the micro-batches per step, and the images in one.
+
+    A resumed training keeps its own, unless --accumulate has changed. On another number of ranks,
+    micro-batches stay at most as large as they were.
+
+    Args:
+        state: a loaded checkpoint, or None.
+    """
+    is_kept = state and state["flags"].get("accumulate") in (None, str(args.accumulate))
+    if not is_kept:
+        return args.accumulate, math.ceil(args.batch_size / (world_size * args.accumulate))
+    micro_batch = state["micro_batch"]
+    if world_size == state["world_size"]:
+        return state["accumulate"], micro_batch
+    return math.ceil(args.batch_size / (world_size * micro_batch)), micro_batch
+
+
 def start_of(piece, pieces, count):
     """Return where a piece begins when `count` items are cut into pieces of nearly equal size."""
     return count * piece // pieces

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from common.ddp_flags import parse_spawn_args
 from common.distributed import Address, free_port, rendezvous, setup_device, setup_distributed
-from imagenet.launch_checks import check_restarts
+from imagenet.checks import check_restarts
 from tools.lab import hosts as hosts_module
 from tools.lab import slurm_cluster
 

@@ -19,7 +19,7 @@ from rungs import flags as shared_flags
 from common.distributed import Distributed, LaunchError, free_port
 from common.flags import output_file
 from imagenet import progress
-from imagenet.launch_checks import check_launch
+from imagenet.checks import check_launch
 from imagenet.sampler import GlobalBatchSampler
 from launch.checks import all_reduce, messages
 

@@ -21,10 +21,10 @@ from common import distributed, records
 from common.errors import UserError, lost_peer
 from common.syncbn import convert_sync_batchnorm
 from imagenet import flags
+from imagenet.checks import check_batches
 from imagenet.datasets import DummyImages
 from imagenet.loader import build_loader
 from imagenet.model import AveragedModel, build_model
-from imagenet.resume import check_batches
 from imagenet.sampler import GlobalBatchSampler
 
 # After the death of a peer, from the two implementations of NCCL in torch

@@ -11,8 +11,7 @@ from imagenet_runs import SMALL_06, parse_06, script
 from processes import ROOT
 
 from common.errors import UserError
-from imagenet.launch_checks import check_restarts
-from imagenet.resume import check_batches
+from imagenet.checks import check_batches, check_restarts
 from imagenet.sampler import GlobalBatchSampler
 
 

@@ -12,7 +12,8 @@ from imagenet_runs import SMALL_06, final, new_folder, parse_06, same
 from ranks import Ranks, training_log
 
 from imagenet.checkpoint_file import decode, read_file, write_file
-from imagenet.resume import check_same_run, micro_batches
+from imagenet.checks import check_same_run
+from imagenet.sampler import micro_batches
 
 
 @pytest.mark.slow

@@ -34,12 +34,11 @@ PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "im
 PRELOAD += ["common.sharded", "torch.distributed.fsdp"]
 PRELOAD += [
     "imagenet.loader",
-    "imagenet.launch_checks",
+    "imagenet.checks",
     "imagenet.sampler",
     "imagenet.votes",
     "imagenet.model",
     "imagenet.progress",
-    "imagenet.resume",
 ]
 
 context = multiprocessing.get_context("forkserver")

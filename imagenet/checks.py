@@ -1,14 +1,18 @@
-"""What must be the same when a training continues, what may change, and what the user is told."""
+"""Whether 06 can train as it was started: the launch, the run to resume, and the batches."""
 
-import math
+import logging
+import os
 
 import torch
 from torch import nn
 
+from common.distributed import LaunchError
 from common.errors import UserError
 from imagenet.datasets import unused_test_folder
 
+# To resume, these flags must be the same.
 MUST_STAY = ("arch", "batch_size", "image_size", "seed", "ema", "freeze")
+# These may change, and the user is told.
 MAY_CHANGE = (
     "epochs",
     "accumulate",
@@ -21,6 +25,49 @@ MAY_CHANGE = (
     "momentum",
 )
 MAY_CHANGE += ("weight_decay", "label_smoothing", "clip_grad", "amp", "sync_bn")
+
+log = logging.getLogger(__name__)
+
+
+def check_launch(args, d):
+    """Check that the launcher is the one of --dist-init-method, and that restarts can work.
+
+    Raises:
+        LaunchError, UserError: see the messages.
+    """
+    check_restarts(d, args.resume or args.evaluate)
+    method = args.dist_init_method
+    found = f"--dist-init-method {method} under {d.launcher}"
+    if method == "env" and d.launcher not in ("torchrun", "nodes"):
+        raise LaunchError(found, "torchrun", "torchrun --nproc-per-node=2 06_imagenet.py")
+    if method == "slurm" and d.launcher != "srun":
+        raise LaunchError(found, "srun", "srun python 06_imagenet.py")
+
+
+def check_restarts(d, resume):
+    """Check that a restart by torchrun continues the training.
+
+    torchrun's agents share one store over all restarts unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    Restarted workers then read the addresses of the workers before them, and wait for those. Only
+    the agents can read the variable, so a script can only warn.
+
+    Raises:
+        UserError: each restart would train from the beginning.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts == "0":
+        return
+    if not resume:
+        raise UserError(
+            f"--max-restarts={restarts} without --resume: "
+            "each restart would begin at zero; add --resume"
+        )
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and d.is_main:
+        log.warning(
+            "torchrun was started without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: "
+            "a restart may hang, or fail for minutes; "
+            "on each machine: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
 
 
 def check_same_run(args, d, checkpoints, images, state, path):
@@ -74,24 +121,6 @@ def check_new_run(args, d, checkpoints):
         )
     if args.resume and d.is_main:
         print(f"no checkpoint in {args.checkpoints_path}: starting from the beginning")
-
-
-def micro_batches(args, world_size, state):
-    """Return (accumulate, micro_batch): the micro-batches per step, and the images in one.
-
-    A resumed training keeps its own, unless --accumulate has changed. On another number of ranks,
-    micro-batches stay at most as large as they were.
-
-    Args:
-        state: a loaded checkpoint, or None.
-    """
-    is_kept = state and state["flags"].get("accumulate") in (None, str(args.accumulate))
-    if not is_kept:
-        return args.accumulate, math.ceil(args.batch_size / (world_size * args.accumulate))
-    micro_batch = state["micro_batch"]
-    if world_size == state["world_size"]:
-        return state["accumulate"], micro_batch
-    return math.ceil(args.batch_size / (world_size * micro_batch)), micro_batch
 
 
 def check_batches(args, d, model, sampler):
