@@ -19,7 +19,7 @@ import ranks
 from processes import ROOT, finished, gone, read_until, start
 
 from exercises import check as check_command
-from exercises import chinese, english, judging, runner
+from exercises import chinese, english, judging, patch, runner
 
 # All tests of one pytest process fork from one server. It preloads what was asked for last: ask for
 # the modules of both.
@@ -32,7 +32,7 @@ MINE = "01_same_images.py"
 
 
 def file_of(folder, number):
-    (path,) = folder.glob(f"{number:02}_*.py")
+    (path,) = folder.glob(f"{number:02}_*.p*")
     return path
 
 
@@ -43,6 +43,11 @@ def mended(number, replacements):
         assert text.count(old) == 1, f"{text.count(old)} times in the program: {old}"
         text = text.replace(old, new)
     return text
+
+
+def solution(number):
+    """The broken program with its patch applied."""
+    return patch.apply(file_of(FOLDER / "solutions", number).read_text(), mended(number, []))
 
 
 @pytest.fixture
@@ -89,9 +94,14 @@ def unexpected(judge, number, programs):
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_check_refuses_the_broken_program_and_passes_the_solution(judge, number):
-    solution = file_of(FOLDER / "solutions", number).read_text()
-    programs = [("the broken program", mended(number, []), ""), ("the solution", solution, None)]
+    programs = [("the broken program", mended(number, []), "")]
+    programs += [("the solution", solution(number), None)]
     assert unexpected(judge, number, programs) == []
+
+
+def test_a_patch_is_refused_by_a_text_that_it_does_not_match():
+    with pytest.raises(ValueError, match="line 11 of the text differs"):
+        patch.apply(file_of(FOLDER / "solutions", 1).read_text(), mended(2, []))
 
 
 @pytest.mark.slow
@@ -113,7 +123,7 @@ LOOP = "for step, (batch, labels) in enumerate(loader):\n"
 
 def solution_with(code, at=LOOP):
     """The solution of exercise 1 with more code before its loop."""
-    text = (FOLDER / "solutions" / MINE).read_text()
+    text = solution(1)
     assert text.count(at) == 1
     return text.replace(at, f"{code}\n{at}")
 
@@ -201,7 +211,7 @@ def check(english_locale, tmp_path, monkeypatch, capsys):
 
 
 def solve(folder, number):
-    shutil.copy(file_of(FOLDER / "solutions", number), folder)
+    (folder / file_of(FOLDER / "broken", number).name).write_text(solution(number))
 
 
 def test_the_first_call_lists_the_exercises_and_creates_the_file_of_the_first(check, tmp_path):

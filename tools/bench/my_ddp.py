@@ -1,4 +1,4 @@
-"""Measure the DDP classes and the sharded optimizer of exercises/solutions, beside torch's DDP.
+"""Measure the DDP classes and the sharded optimizer of the exercises, beside torch's DDP.
 
     torchrun --nnodes=1 --nproc-per-node=2 tools/bench/my_ddp.py --batch-size 32
 
@@ -36,6 +36,7 @@ from common.data import build_datasets
 from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError, one_line_errors
 from common.models import build_model
+from exercises import patch
 from tools.bench.measure import ROOT, WARMUP, fields, first_batch, parse_args, step_seconds
 from tools.bench.memory import bytes_sent
 from tools.records import append, group, spread
@@ -78,10 +79,12 @@ def variants():
 
 def solution(number):
     """Return {name: value} of what a solution defines before it starts to train."""
-    (path,) = (ROOT / "exercises/solutions").glob(f"{number}_*.py")
-    definitions, _ = path.read_text().split("\ndist.init_process_group(")
+    (program,) = (ROOT / "exercises/broken").glob(f"{number}_*.py")
+    (diff,) = (ROOT / "exercises/solutions").glob(f"{number}_*.patch")
+    solved = patch.apply(diff.read_text(), program.read_text())
+    definitions, _ = solved.split("\ndist.init_process_group(")
     defined = {}
-    exec(compile(definitions, path, "exec"), defined)
+    exec(compile(definitions, program, "exec"), defined)
     if "BUCKET_SIZE" in defined:
         defined["BUCKET_SIZE"] = BUCKET_SIZE  # that of the exercise is for a much smaller model
     return defined
