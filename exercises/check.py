@@ -18,7 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.flags import Parser
-from exercises import chinese, english, runner
+from exercises import chinese, english
+from exercises.judge import runner
+from exercises.judge.runner import folder_of
 
 HERE = Path(__file__).resolve().parent
 LINES = 24  # of output that are shown
@@ -92,11 +94,10 @@ class Reader:
 
     def path(self, number):
         """Return the path of the reader's file, which is created if there is none."""
-        broken = find("broken", number)
-        path = self.folder / broken.name
+        path = self.folder / name_of(number)
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            _, code = split_docstring(broken.read_text())
+            _, code = split_docstring((folder_of(number) / "program.py").read_text())
             path.write_text(f'"""{self.texts[number].task}\n"""{code}')
         return path
 
@@ -184,7 +185,7 @@ If you have never seen such a program, read {page} first.
 
     def print_solution(self, number):
         print(self.texts[number].why + "\n")
-        diff = find("solutions", number).read_text().splitlines()
+        diff = (folder_of(number) / "solution.patch").read_text().splitlines()
         print("\n".join("..." if line.startswith("@@") else line for line in diff[2:]))
 
     # Checking
@@ -192,7 +193,7 @@ If you have never seen such a program, read {page} first.
     def check(self, number):
         """Check the reader's file, and print the answer. Return 0 if it has passed, else 1."""
         text = self.texts[number]
-        if (self.folder / find("broken", number).name).exists():
+        if (self.folder / name_of(number)).exists():
             print(self.say(f"Exercise {number}: {text.title}", f"练习 {number}：{text.title}"))
         else:
             self.print_task(number)
@@ -225,7 +226,7 @@ If you have never seen such a program, read {page} first.
         """Check all files that are there. Return 0 if all have passed."""
         failed = 0
         for number in self.texts:
-            path = self.folder / find("broken", number).name
+            path = self.folder / name_of(number)
             begin = time.monotonic()
             if path.exists():
                 answer = runner.check(number, path, self.language, self.limit)
@@ -258,10 +259,9 @@ If you have never seen such a program, read {page} first.
             time.sleep(POLL)
 
 
-def find(folder, number):
-    """Return the path of an exercise in broken/ or solutions/."""
-    (path,) = (HERE / folder).glob(f"{number:02}_*")
-    return path
+def name_of(number):
+    """Return the name of the reader's file."""
+    return f"{folder_of(number).name}.py"
 
 
 def split_docstring(source):

@@ -1,17 +1,15 @@
 """The exercises: programs that are broken on purpose, their checks, and the checker.
 
-mends/ has mends of each program, right and wrong, as a reader might write them. Each is run: a
-check that passes a wrong mend is worse than none.
+mends.py of an exercise has mends of its program, right and wrong, as a reader might write them.
+Each is run: a check that passes a wrong mend is worse than none.
 """
 
 import json
 import re
 import runpy
-import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -19,26 +17,22 @@ import ranks
 from processes import ROOT, finished, gone, read_until, start
 
 from exercises import check as check_command
-from exercises import chinese, english, judging, patch, runner
+from exercises import chinese, english, patch
+from exercises.judge import judging, runner
+from exercises.judge.runner import folder_of
 
 # All tests of one pytest process fork from one server. It preloads what was asked for last: ask for
 # the modules of both.
 ranks.context.set_forkserver_preload([*ranks.PRELOAD, *runner.MODULES])
 
-FOLDER = ROOT / "exercises"
 NUMBERS = sorted(english.TEXTS)
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 MINE = "01_same_images.py"
 
 
-def file_of(folder, number):
-    (path,) = folder.glob(f"{number:02}_*.p*")
-    return path
-
-
 def mended(number, replacements):
-    """The broken program with some of its text replaced."""
-    text = file_of(FOLDER / "broken", number).read_text()
+    """The program of an exercise with some of its text replaced."""
+    text = (folder_of(number) / "program.py").read_text()
     for old, new in replacements:
         assert text.count(old) == 1, f"{text.count(old)} times in the program: {old}"
         text = text.replace(old, new)
@@ -46,8 +40,8 @@ def mended(number, replacements):
 
 
 def solution(number):
-    """The broken program with its patch applied."""
-    return patch.apply(file_of(FOLDER / "solutions", number).read_text(), mended(number, []))
+    """The program of an exercise with the patch of its folder applied."""
+    return patch.apply((folder_of(number) / "solution.patch").read_text(), mended(number, []))
 
 
 @pytest.fixture
@@ -58,7 +52,7 @@ def judge(tmp_path, monkeypatch):
     """
 
     def judge(number, text):
-        path = tmp_path / file_of(FOLDER / "broken", number).name
+        path = tmp_path / check_command.name_of(number)
         path.write_text(text)
         in_chinese = []
 
@@ -101,13 +95,13 @@ def test_a_check_refuses_the_broken_program_and_passes_the_solution(judge, numbe
 
 def test_a_patch_is_refused_by_a_text_that_it_does_not_match():
     with pytest.raises(ValueError, match="line 11 of the text differs"):
-        patch.apply(file_of(FOLDER / "solutions", 1).read_text(), mended(2, []))
+        patch.apply((folder_of(1) / "solution.patch").read_text(), mended(2, []))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_check_passes_right_mends_and_refuses_wrong_ones(judge, number):
-    mends = runpy.run_path(file_of(Path(__file__).parent / "mends", number))
+    mends = runpy.run_path(folder_of(number) / "mends.py")
     programs = []
     for name, replacements in mends["RIGHT"].items():
         programs.append((f"right: {name}", mended(number, replacements), None))
@@ -211,7 +205,7 @@ def check(english_locale, tmp_path, monkeypatch, capsys):
 
 
 def solve(folder, number):
-    (folder / file_of(FOLDER / "broken", number).name).write_text(solution(number))
+    (folder / check_command.name_of(number)).write_text(solution(number))
 
 
 def test_the_first_call_lists_the_exercises_and_creates_the_file_of_the_first(check, tmp_path):
@@ -221,11 +215,11 @@ def test_the_first_call_lists_the_exercises_and_creates_the_file_of_the_first(ch
         assert f"  {number:2} {text.title}\n" in out
     assert "Exercise 1: Sharing the images" in out and english.TEXTS[1].task in out
     assert [path.name for path in tmp_path.iterdir()] == [MINE]
-    assert (tmp_path / MINE).read_text() == (FOLDER / "broken" / MINE).read_text()
+    assert (tmp_path / MINE).read_text() == mended(1, [])
 
 
 def test_a_file_of_the_reader_is_checked_and_not_changed(check, tmp_path):
-    mine = tmp_path / file_of(FOLDER / "broken", 4).name
+    mine = tmp_path / check_command.name_of(4)
     text = "device = None\nfor k in range(20):\n    print('line', k)\n"
     mine.write_text(text)
     code, out = check(4)
@@ -249,7 +243,7 @@ def test_an_exercise_that_has_passed_makes_the_next_one_next(check, tmp_path):
     assert json.loads(passed.read_text()) == [1, 2, 3, 4]
     out = check()[1]
     assert f"*  4 {english.TEXTS[4].title}\n" in out and "Exercise 5: " in out
-    file_of(tmp_path, 4).write_text("device = None\n")
+    (tmp_path / check_command.name_of(4)).write_text("device = None\n")
     assert check(4)[0] == 1
     assert json.loads(passed.read_text()) == [1, 2, 3]
     passed.write_text(json.dumps(NUMBERS))
@@ -265,7 +259,7 @@ def test_reset_begins_again_and_keeps_the_files_of_the_reader(check, tmp_path):
         code, out = check(1, "--reset")
         assert code == 0 and f"01_same_images.{name}\n" in out
         assert mine.with_suffix(f".{name}").read_text() == text
-        assert mine.read_text() == (FOLDER / "broken" / MINE).read_text()
+        assert mine.read_text() == mended(1, [])
     assert mine.with_suffix(".old").read_text() == "# a try\n"
     assert (tmp_path / "passed.json").read_text() == "[]"
 
@@ -334,7 +328,7 @@ def test_watch_notices_a_saved_mend_and_goes_on_to_the_next(english_locale, tmp_
     (tmp_path / "passed.json").write_text(json.dumps([1, 2, 3]))
     watching = start("exercises/check.py", 4, "--watch", "--folder", tmp_path)
     assert "not yet: Rank 2 chose cuda:2" in read_until(watching, "waiting until you save")
-    mine = tmp_path / file_of(FOLDER / "broken", 4).name
+    mine = tmp_path / check_command.name_of(4)
     mine.write_text("")  # as some editors do
     solve(tmp_path, 4)
     read_until(watching, "passed: on two machines")
@@ -354,7 +348,7 @@ def wait_for(look):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_ranks_too(english_locale, tmp_path):
-    shutil.copy(file_of(FOLDER / "broken", 5), tmp_path)
+    (tmp_path / check_command.name_of(5)).write_text(mended(5, []))
     checking = start("exercises/check.py", 5, "--folder", tmp_path)
     read_until(checking, "running")
     server = wait_for(

@@ -79,9 +79,9 @@ def variants():
 
 def solution(number):
     """Return {name: value} of what a solution defines before it starts to train."""
-    (program,) = (ROOT / "exercises/broken").glob(f"{number}_*.py")
-    (diff,) = (ROOT / "exercises/solutions").glob(f"{number}_*.patch")
-    solved = patch.apply(diff.read_text(), program.read_text())
+    (folder,) = (ROOT / "exercises").glob(f"{number}_*")
+    program = folder / "program.py"
+    solved = patch.apply((folder / "solution.patch").read_text(), program.read_text())
     definitions, _ = solved.split("\ndist.init_process_group(")
     defined = {}
     exec(compile(definitions, program, "exec"), defined)

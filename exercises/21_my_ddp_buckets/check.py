@@ -1,0 +1,32 @@
+"""The gradients must leave in a few buckets, while the backward pass runs."""
+
+from exercises.judge.judging import (
+    messages,
+    refuse,
+    refuse_late_messages,
+    refuse_other_weights,
+    say,
+    sent_per_step,
+    steps,
+)
+from exercises.judge.runner import Setup
+
+SETUPS = [Setup(), Setup(program="../20_my_ddp_hooks/torch_ddp.py")]
+BUCKETS = range(2, 6)  # 105 kB of gradients in buckets of about 40 kB
+
+
+def check(ranks, torch_ranks):
+    refuse_other_weights(ranks, torch_ranks)
+    refuse_late_messages(ranks[0], allowed=1)  # the last bucket, which is not full
+    count = len(messages(ranks[0], "all_reduce")) / len(steps(ranks[0]))
+    if count not in BUCKETS:
+        refuse(
+            f"{count:g} messages per training step; expected three or four, of about 40 kB each.",
+            f"每个训练步有 {count:g} 条消息；应该是三到四条，每条约 40 kB。",
+        )
+    return say(
+        "the buckets leave during the backward pass, and the weights are those of torch's DDP."
+        f" Messages per step: {sent_per_step(ranks[0])}; torch: {sent_per_step(torch_ranks[0])}.",
+        "bucket 在反向传播期间发出，权重与 torch 的 DDP 相同。每步的消息："
+        f"{sent_per_step(ranks[0])}；torch：{sent_per_step(torch_ranks[0])}。",
+    )

@@ -1,0 +1,207 @@
+"""Start the ranks of a program, notice when they wait for each other forever, and stop them.
+
+The ranks are forked from a server process that has imported torch once, so that a check takes a
+second, not ten. They get the environment variables that torchrun would set.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+EXERCISES = Path(__file__).resolve().parent.parent
+LIMIT = 60  # seconds for a program that computes; one that waits is stopped earlier
+STILL = 3  # seconds without progress of any rank after which they are said to hang
+IDLE = 0.05  # fraction of a core below which a rank waits; its reports need less
+GRACE = 2  # seconds that the other ranks have after one has failed, to fail too
+MODULES = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "exercises.judge.recorder",
+    "exercises.judge.judging",
+]
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(MODULES)
+
+
+class Setup(NamedTuple):
+    """How to start a program."""
+
+    local_ranks: tuple = (0, 1)  # of each rank: (0, 1, 0, 1) acts as two machines
+    environment: dict = {}  # noqa: RUF012  more variables
+    program: str = ""  # in the folder of the exercise, to compare with; "": the reader's
+
+
+# The program again, an hour later: for programs whose random numbers follow from the time
+LATER = Setup(environment={"LATER": 3600})
+
+
+class Rank:
+    """A process that runs the program, and what it last reported."""
+
+    def __init__(self, program, rank, setup, port, folder):
+        size = len(setup.local_ranks)
+        environment = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": setup.local_ranks[rank],
+            "LOCAL_WORLD_SIZE": max(setup.local_ranks) + 1,
+            "GROUP_RANK": setup.local_ranks[: rank + 1].count(0) - 1,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        } | setup.environment
+        environment = {name: str(value) for name, value in environment.items()}
+        self.connection, other = context.Pipe()
+        arguments = (program, rank, environment, folder, other)
+        self.process = context.Process(target=run_rank, args=arguments)
+        self.process.start()
+        other.close()
+        self.reports = []  # (seconds, line, events, CPU seconds), newest last
+
+    @property
+    def exit_code(self):
+        return self.process.exitcode
+
+    def read_reports(self):
+        with contextlib.suppress(EOFError, OSError):  # the rank has ended
+            while self.connection.poll():
+                self.reports.append((time.monotonic(), *self.connection.recv()))
+
+    def waits(self):
+        """Return whether the rank has reported for STILL seconds that it does nothing."""
+        now = time.monotonic()
+        recent = [one for one in self.reports if one[0] > now - STILL]
+        if not recent or self.reports[0][0] > now - STILL or len(recent) < 5:
+            return False  # too young, or the machine is so busy that the reports are late
+        (_, line, events, cpu), last = recent[0], recent[-1]
+        return last[1:3] == (line, events) and last[3] - cpu < IDLE * STILL
+
+    def stop(self):
+        with contextlib.suppress(OSError):
+            self.connection.send("stop")
+
+    def end(self):
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def run_rank(*arguments):
+    from exercises.judge.recorder import run_rank  # imports torch, which the server already has
+
+    run_rank(*arguments)
+
+
+def run(program, setup, folder, limit=LIMIT):
+    """Run a program in several ranks. Return "ended", "hangs", "failed" or "limit".
+
+    The records of the ranks are then in the folder: record-0, record-1, ...
+    """
+    port = free_port()
+    size = len(setup.local_ranks)
+    ranks = [Rank(program, rank, setup, port, folder) for rank in range(size)]
+    try:
+        return watch(ranks, limit)
+    finally:
+        for rank in ranks:
+            rank.stop()
+        for rank in ranks:
+            rank.end()
+
+
+def watch(ranks, limit):
+    """Wait until the ranks end, or must be stopped."""
+    begin = time.monotonic()
+    failed = None  # when the first rank failed
+    while True:
+        sentinels = [rank.process.sentinel for rank in ranks if rank.exit_code is None]
+        multiprocessing.connection.wait(sentinels, timeout=0.2)
+        for rank in ranks:
+            rank.read_reports()
+        alive = [rank for rank in ranks if rank.exit_code is None]
+        if not alive:
+            return "failed" if any(rank.exit_code for rank in ranks) else "ended"
+        if any(rank.exit_code for rank in ranks):
+            failed = failed or time.monotonic()
+        if failed and time.monotonic() > failed + GRACE:  # as torchrun stops them
+            return "failed"
+        if all(rank.waits() for rank in alive):
+            return "hangs"
+        if time.monotonic() > begin + limit:
+            return "limit"
+
+
+def folder_of(number):
+    """Return the folder of an exercise."""
+    (folder,) = EXERCISES.glob(f"{number:02}_*")
+    return folder
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Answer(NamedTuple):
+    """What check.py says about a program."""
+
+    passed: bool
+    text: str
+    output: str  # of all ranks
+
+
+def check(number, program, language="en", limit=LIMIT):
+    """Run the program of exercise `number` as often as its check wants, and judge it.
+
+    Args:
+        number: of the exercise.
+        program: path of the reader's file.
+        language: "en" or "zh", of the answer.
+        limit: seconds for each run.
+
+    Returns:
+        An Answer.
+    """
+    program = Path(program).resolve()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for k, setup in enumerate(ask("setups", number)):
+            place = Path(folder, str(k))
+            place.mkdir()
+            compared = folder_of(number) / setup.program
+            results.append(run(compared if setup.program else program, setup, place, limit))
+            if results[-1] in ("hangs", "limit"):  # the answer will say so
+                break
+        return Answer(*ask("judge", number, str(program), language, results, folder))
+
+
+def ask(function, *arguments):
+    """Call a function of judging.py in a process that has torch, and return its result."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=answer, args=(function, arguments, theirs))
+    process.start()
+    theirs.close()
+    try:
+        if ours.poll(LIMIT):
+            return ours.recv()
+        process.kill()
+        raise RuntimeError(f"{function}{arguments} did not answer within {LIMIT} seconds")
+    except EOFError:
+        raise RuntimeError(f"{function}{arguments} failed; see the message above") from None
+    finally:
+        process.join()
+
+
+def answer(function, arguments, connection):
+    from exercises.judge import judging
+
+    connection.send(getattr(judging, function)(*arguments))
