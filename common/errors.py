@@ -30,13 +30,10 @@ def one_line_errors():
         _exit_now("stopped by Ctrl-C", 130)
     # a process of mp.spawn, which printed its own error unless it was killed
     except ProcessExitedException as error:
-        killed = (
-            f"error: process {error.error_index} was killed by {error.signal_name}; "
-            "the others were stopped"
-        )
-        _exit_now(
-            killed if error.signal_name else None, 1 if error.signal_name else error.exit_code
-        )
+        if not error.signal_name:
+            _exit_now(None, error.exit_code)
+        found = f"process {error.error_index} was killed by {error.signal_name}"
+        _exit_now(f"error: {found}; the others were stopped", 1)
     except Exception as error:
         message, code = explain(error)
         has_peers = dist.is_initialized() and dist.get_world_size() > 1
@@ -75,14 +72,12 @@ def lost_peer(error):
     # torch has two implementations, with other classes
     from_nccl = isinstance(error, RuntimeError) and "NCCL" in text
     from_a_collective = from_gloo or from_nccl or isinstance(error, dist.DistError)
-    if not from_a_collective or not re.search(
-        "connect|clos|reset by peer|broken pipe|timed out|remote", text, re.I
-    ):
+    is_lost = "connect|clos|reset by peer|broken pipe|timed out|remote"
+    if not from_a_collective or not re.search(is_lost, text, re.I):
         return None
     # NCCL names the cause last; gloo first names a line of its own source.
-    cause = re.sub(
-        r"\[\S*/gloo/\S*\] ?", "", re.split("last error:", text, flags=re.I)[-1]
-    ).strip()[:200]
+    cause = re.split("last error:", text, flags=re.I)[-1]
+    cause = re.sub(r"\[\S*/gloo/\S*\] ?", "", cause).strip()[:200]
     remedy = "its own message, or its launcher's, says why; it may stand above"
     if ("127.0." in text and "refused" in text) or "no route" in text.lower():
         name = "NCCL_SOCKET_IFNAME" if "NCCL" in text else "GLOO_SOCKET_IFNAME"
