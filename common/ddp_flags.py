@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from common.flags import launched_copies, number, shared_flags, warn, whole_number
+from common.flags import add_flags, launched_copies, number, shared_flags, warn, whole_number
 from common.other_flags import OF_03_TO_05, OF_04
 
 
@@ -22,33 +22,22 @@ def parse_ddp_args(doc):
 def parse_fsdp_args(doc):
     """Parse the flags of 07: those of 03, and those of a sharded model."""
     parser = _ddp_flags(doc, OF_03_TO_05)
-    add = parser.add_argument
-    add(
-        "--shard-size",
-        type=whole_number(1),
-        metavar="N",
-        help="ranks that share one copy of the model; without it, all ranks share one",
-    )
-    add(
-        "--reshard-after-forward",
-        dest="reshard",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="free a block's weights between its forward and its backward pass",
-    )
-    add(
-        "--checkpoint-activations",
-        action="store_true",
-        help="keep only the inputs of the blocks, and compute the rest again in the backward pass",
-    )
-    add("--amp", choices=("none", "bf16"), default="none", help="type to gather and compute in")
-    add("--clip-grad", type=number(above=0), metavar="X", help="limit the norm of the gradients")
-    add(
-        "--checkpoints-path",
-        metavar="DIR",
-        help="save there after each epoch, and continue from the newest epoch there",
-    )
+    # fmt: off
+    add_flags(parser, [
+        ("--shard-size N", whole_number(1), None,
+         "ranks that share one copy of the model; without it, all ranks share one"),
+        ("--reshard-after-forward", bool, True,
+         "free a block's weights between its forward and its backward pass"),
+        ("--checkpoint-activations", bool, False,
+         "keep only the inputs of the blocks, and compute the rest again in the backward pass"),
+        ("--amp", ("none", "bf16"), "none", "type to gather and compute in"),
+        ("--clip-grad X", number(above=0), None, "limit the norm of the gradients"),
+        ("--checkpoints-path DIR", str, None,
+         "save there after each epoch, and continue from the newest epoch there"),
+    ])
+    # fmt: on
     args = parser.parse_args()
+    args.reshard = args.reshard_after_forward  # a shorter name for the script
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # an error of main if it is missing
     args.shard_size = args.shard_size or world_size
     if world_size % args.shard_size:
@@ -71,28 +60,16 @@ def _warn_of_restarts(parser, remedy):
 def parse_spawn_args(doc):
     """Parse the flags of 04: those of 03, the number of processes, and the address of rank 0."""
     parser = _ddp_flags(doc, OF_04)
-    add = parser.add_argument
     gpus = torch.accelerator.device_count()
-    add(
-        "--nproc-per-node",
-        type=whole_number(1),
-        default=gpus or 2,
-        metavar="N",
-        help="processes, one per GPU",
-    )
-    add("--nodes", type=whole_number(1), default=1, metavar="N", help="number of machines")
-    add(
-        "--node-rank",
-        type=whole_number(0),
-        default=0,
-        metavar="N",
-        help="which machine this is, counted from 0",
-    )
-    add(
-        "--dist-url",
-        metavar="tcp://HOST:PORT",
-        help="the address of rank 0; on one machine, a free port by default",
-    )
+    # fmt: off
+    add_flags(parser, [
+        ("--nproc-per-node N", whole_number(1), gpus or 2, "processes, one per GPU"),
+        ("--nodes N", whole_number(1), 1, "number of machines"),
+        ("--node-rank N", whole_number(0), 0, "which machine this is, counted from 0"),
+        ("--dist-url tcp://HOST:PORT", str, None,
+         "the address of rank 0; on one machine, a free port by default"),
+    ])
+    # fmt: on
     args = parser.parse_args()
     for name, count in launched_copies().items():
         if count > args.nodes:
@@ -128,9 +105,8 @@ def parse_spawn_args(doc):
 
 def _ddp_flags(doc, others):
     parser = shared_flags(doc, others)
-    parser.add_argument(
-        "--sync-bn", action="store_true", help="batch norm over the images of all processes"
-    )
+    sync_bn = ("--sync-bn", bool, False, "batch norm over the images of all processes")
+    add_flags(parser, [sync_bn])
     # torch.distributed.launch passes --local-rank; LOCAL_RANK says the same.
     parser.add_argument("--local-rank", help=argparse.SUPPRESS)
     return parser

@@ -75,102 +75,28 @@ def warn(message):
 def shared_flags(doc, others=OF_01_TO_05):
     """Return a parser of the flags that 01 to 05 share; see Parser."""
     parser = Parser(doc, others)
-    add = parser.add_argument
-    add(
-        "--dataset",
-        choices=("shapes", "cifar10", "mnist", "folder"),
-        default="shapes",
-        help="shapes needs no files; folder is for your own images",
-    )
-    add(
-        "--data-dir",
-        default="data",
-        metavar="DIR",
-        help="the dataset's files, or train/CLASS/*.jpg and val/CLASS/*.jpg",
-    )
-    add(
-        "--download",
-        action="store_true",
-        help="download cifar10 or mnist into --data-dir if missing",
-    )
-    add(
-        "--epochs",
-        type=whole_number(1),
-        default=5,
-        metavar="N",
-        help="passes over the training images",
-    )
-    add(
-        "--batch-size",
-        type=whole_number(2),
-        default=256,
-        metavar="N",
-        help="images per process and training step",
-    )
-    add(
-        "--lr",
-        type=number(above=0),
-        default=0.01,
-        metavar="X",
-        help="learning rate, before --lr-scaling",
-    )
-    add(
-        "--lr-scaling",
-        choices=("linear", "none"),
-        default="linear",
-        help="linear: --lr * images per step / 256",
-    )
-    add(
-        "--warmup-epochs",
-        type=number(),
-        default=0,
-        metavar="N",
-        help="epochs in which the learning rate rises",
-    )
-    add(
-        "--workers",
-        type=whole_number(0),
-        default=min(4, os.cpu_count() or 1),
-        metavar="N",
-        help="loader processes, for photographs only",
-    )
-    add(
-        "--arch",
-        default="resnet18",
-        metavar="NAME",
-        help="a torchvision model, mnist_net or small_net",
-    )
-    add(
-        "--augment",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="random crops and flips",
-    )
-    add(
-        "--seed",
-        type=whole_number(0, 2**32),
-        default=0,
-        metavar="N",
-        help="for weights, order and augmentation",
-    )
-    add(
-        "--print-every",
-        type=whole_number(1),
-        default=50,
-        metavar="N",
-        help="training steps between lines",
-    )
-    add(
-        "--limit", type=whole_number(2), metavar="N", help="train on N images only, for a quick try"
-    )
-    add(
-        "--log-file",
-        type=output_file,
-        metavar="FILE",
-        help="append one JSON line per epoch to FILE",
-    )
-    add("--save", type=output_file, metavar="FILE", help="write the trained weights to FILE")
+    add_flags(parser, SHARED)
     return parser
+
+
+def add_flags(parser, rows):
+    """Add flags to a parser, or to a group of flags.
+
+    Args:
+        rows: (flag and what follows it in --help, type, default, help) of each flag. The type is a
+            function of the text, or a tuple of choices, or bool. If a bool is True by default, its
+            flag has a --no- form.
+    """
+    for usage, kind, default, text in rows:
+        name, _, metavar = usage.partition(" ")
+        if kind is bool:
+            action = argparse.BooleanOptionalAction if default else "store_true"
+            options = {"action": action}
+        elif isinstance(kind, tuple):
+            options = {"choices": kind}
+        else:
+            options = {"type": kind, "metavar": metavar}
+        parser.add_argument(name, default=default, help=text, **options)
 
 
 def whole_number(least, most=math.inf):
@@ -218,3 +144,28 @@ def output_file(path):
         with contextlib.suppress(FileNotFoundError):  # another rank tries the same file
             os.remove(path)
     return path
+
+
+CPUS = os.cpu_count() or 1
+# fmt: off
+SHARED = [  # see add_flags
+    ("--dataset", ("shapes", "cifar10", "mnist", "folder"), "shapes",
+     "shapes needs no files; folder is for your own images"),
+    ("--data-dir DIR", str, "data",
+     "the dataset's files, or train/CLASS/*.jpg and val/CLASS/*.jpg"),
+    ("--download", bool, False, "download cifar10 or mnist into --data-dir if missing"),
+    ("--epochs N", whole_number(1), 5, "passes over the training images"),
+    ("--batch-size N", whole_number(2), 256, "images per process and training step"),
+    ("--lr X", number(above=0), 0.01, "learning rate, before --lr-scaling"),
+    ("--lr-scaling", ("linear", "none"), "linear", "linear: --lr * images per step / 256"),
+    ("--warmup-epochs N", number(), 0, "epochs in which the learning rate rises"),
+    ("--workers N", whole_number(0), min(4, CPUS), "loader processes, for photographs only"),
+    ("--arch NAME", str, "resnet18", "a torchvision model, mnist_net or small_net"),
+    ("--augment", bool, True, "random crops and flips"),
+    ("--seed N", whole_number(0, 2**32), 0, "for weights, order and augmentation"),
+    ("--print-every N", whole_number(1), 50, "training steps between lines"),
+    ("--limit N", whole_number(2), None, "train on N images only, for a quick try"),
+    ("--log-file FILE", output_file, None, "append one JSON line per epoch to FILE"),
+    ("--save FILE", output_file, None, "write the trained weights to FILE"),
+]
+# fmt: on

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.flags import Parser, number, output_file, whole_number
+from common.flags import Parser, add_flags, number, output_file, whole_number
 from common.other_flags import OF_06
 
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,10 +26,13 @@ class RecipeParser(Parser):
 def parse_args(doc):
     """Parse the flags of 06, whose docstring is `doc`."""
     parser = RecipeParser(doc, OF_06, fromfile_prefix_chars="@")
-    add_data_flags(parser)
-    add_model_flags(parser)
-    add_recipe_flags(parser)
-    add_run_flags(parser)
+    data = parser.add_argument_group("data")
+    folder = "folder with train/ and val/, or with training class folders"
+    data.add_argument("train_path", nargs="?", metavar="TRAIN", help=folder)
+    add_flags(data, DATA)
+    add_flags(parser.add_argument_group("model"), MODEL)
+    add_flags(parser.add_argument_group("recipe"), RECIPE)
+    add_flags(parser.add_argument_group("run"), RUN)
     add_machine_flags(parser)
     # torch.distributed.launch passes --local-rank; LOCAL_RANK says the same.
     parser.add_argument("--local-rank", help=argparse.SUPPRESS)
@@ -58,232 +61,6 @@ def check_flags(parser, args):
         )
 
 
-def add_data_flags(parser):
-    """Add the flags that decide what to train on."""
-    add = parser.add_argument_group("data").add_argument
-    add(
-        "train_path",
-        nargs="?",
-        metavar="TRAIN",
-        help="folder with train/ and val/, or with training class folders",
-    )
-    add(
-        "--val-path",
-        metavar="DIR",
-        help="validation class folders, or a folder with train/ and val/, if it is not TRAIN",
-    )
-    add(
-        "--dummy",
-        type=whole_number(2),
-        metavar="N",
-        help="use N generated images instead, to measure speed",
-    )
-    add(
-        "--image-size",
-        type=whole_number(16),
-        default=224,
-        metavar="N",
-        help="pixels per side of the model's input",
-    )
-    add(
-        "--workers",
-        type=whole_number(0),
-        metavar="N",
-        help="loader processes per rank; one per core if not given",
-    )
-
-
-def add_model_flags(parser):
-    """Add the flags that decide what is trained."""
-    add = parser.add_argument_group("model").add_argument
-    add(
-        "--arch",
-        default="resnet18",
-        metavar="NAME",
-        help="a torchvision model, or timm:NAME if timm is installed",
-    )
-    add(
-        "--weights",
-        metavar="FILE",
-        help="weights to start from: a checkpoint, a state_dict, or torchvision:DEFAULT",
-    )
-    add(
-        "--new-head",
-        action="store_true",
-        help="with --weights: a new last layer, for other classes",
-    )
-    add(
-        "--freeze",
-        default="",
-        metavar="NAMES",
-        help="do not train these parts: conv1,bn1,layer1",
-    )
-    add("--sync-bn", action="store_true", help="batch norm over the images of all processes")
-
-
-def add_recipe_flags(parser):
-    """Add the flags that decide how the weights change."""
-    add = parser.add_argument_group("recipe").add_argument
-    add(
-        "--epochs",
-        type=whole_number(1),
-        default=100,
-        metavar="N",
-        help="passes over the training images",
-    )
-    add(
-        "--batch-size",
-        type=whole_number(1),
-        default=256,
-        metavar="N",
-        help="images per step on all processes together",
-    )
-    add("--accumulate", type=whole_number(1), default=1, metavar="N", help="micro-batches per step")
-    add(
-        "--lr",
-        type=number(above=0),
-        default=0.1,
-        metavar="X",
-        help="peak learning rate for 256 images; scaled linearly",
-    )
-    add(
-        "--schedule",
-        choices=("cosine", "step"),
-        default="cosine",
-        help="step: divide by 10 every --step-epochs",
-    )
-    add(
-        "--final-lr",
-        type=number(),
-        default=0,
-        metavar="X",
-        help="share of the peak at which --schedule cosine ends",
-    )
-    add(
-        "--step-epochs",
-        type=number(above=0),
-        default=30,
-        metavar="N",
-        help="epochs between steps of --schedule step",
-    )
-    add(
-        "--warmup-epochs",
-        type=number(),
-        default=5,
-        metavar="N",
-        help="epochs until the learning rate is at its peak",
-    )
-    add(
-        "--warmup-factor",
-        type=number(),
-        default=0.1,
-        metavar="X",
-        help="share of the peak at which warm-up starts",
-    )
-    add("--momentum", type=number(below=1), default=0.9, metavar="X", help="Nesterov momentum")
-    add(
-        "--weight-decay",
-        type=number(),
-        default=5e-5,
-        metavar="X",
-        help="for weights, not for norms and biases",
-    )
-    add(
-        "--label-smoothing",
-        type=number(below=1),
-        default=0,
-        metavar="X",
-        help="share of the target for all classes",
-    )
-    add(
-        "--clip-grad",
-        type=number(above=0),
-        metavar="NORM",
-        help="clip the gradient of a step to this norm",
-    )
-    add(
-        "--ema",
-        type=number(below=1),
-        default=0,
-        metavar="X",
-        help="average the weights with this decay; 0 is off",
-    )
-    add(
-        "--seed",
-        type=whole_number(0, 2**32),
-        default=0,
-        metavar="N",
-        help="for weights, order, crops and dropout",
-    )
-
-
-def add_run_flags(parser):
-    """Add the flags that decide what happens beside the training."""
-    add = parser.add_argument_group("run").add_argument
-    add(
-        "--evaluate",
-        action="store_true",
-        help="evaluate the model of --weights or --resume, without training",
-    )
-    add(
-        "--eval-every",
-        type=whole_number(0),
-        default=1,
-        metavar="N",
-        help="evaluate after every N epochs; 0 is never",
-    )
-    add(
-        "--checkpoints-path",
-        default="checkpoints",
-        metavar="DIR",
-        help="folder of checkpoints; machines may share it",
-    )
-    add(
-        "--checkpoint-every",
-        type=interval,
-        default="600s",
-        metavar="N",
-        help="steps (100) or seconds (600s)",
-    )
-    add(
-        "--keep",
-        type=whole_number(1),
-        default=3,
-        metavar="N",
-        help="checkpoints to keep, beside the best",
-    )
-    add(
-        "--resume", action="store_true", help="continue from the newest checkpoint, if there is one"
-    )
-    add(
-        "--dist-init-method",
-        choices=("auto", "env", "slurm"),
-        default="auto",
-        help="the launcher to insist on",
-    )
-    add(
-        "--timeout",
-        type=number(above=0),
-        default=60,
-        metavar="SECONDS",
-        help="how long to wait for a missing rank",
-    )
-    add("--print-every", type=whole_number(1), default=50, metavar="N", help="steps between lines")
-    add(
-        "--time-communication",
-        action="store_true",
-        help="time it on GPUs too, which slows the backward pass a little",
-    )
-    add(
-        "--log-file",
-        type=output_file,
-        metavar="FILE",
-        help="append one JSON line per epoch to FILE",
-    )
-    add("--tensorboard", metavar="DIR", help="write event files for TensorBoard")
-    add("--deterministic", action="store_true", help="the same bits in every run; slower")
-
-
 class Interval(NamedTuple):
     """A number of training steps, or of seconds if is_time."""
 
@@ -305,14 +82,7 @@ def interval(text):
 
 def add_machine_flags(parser):
     """Add the flags that decide how to compute, not what; tools/bench/train.py has them too."""
-    add = parser.add_argument_group("computation").add_argument
-    add("--amp", choices=tuple(AMP_DTYPES), default="none", help="mixed precision")
-    add(
-        "--channels-last",
-        action="store_true",
-        help="store images as NHWC: faster with --amp on a GPU",
-    )
-    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add_flags(parser.add_argument_group("computation"), COMPUTATION)
 
 
 def check_machine_flags(parser, args):
@@ -339,3 +109,60 @@ def can_compile():
         compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), "gcc")
     header = os.path.join(sysconfig.get_path("include"), "Python.h")
     return bool(shutil.which(compiler)) and os.path.exists(header)
+
+
+# fmt: off
+DATA = [  # what to train on; see add_flags
+    ("--val-path DIR", str, None,
+     "validation class folders, or a folder with train/ and val/, if it is not TRAIN"),
+    ("--dummy N", whole_number(2), None, "use N generated images instead, to measure speed"),
+    ("--image-size N", whole_number(16), 224, "pixels per side of the model's input"),
+    ("--workers N", whole_number(0), None, "loader processes per rank; one per core if not given"),
+]
+MODEL = [  # what is trained
+    ("--arch NAME", str, "resnet18", "a torchvision model, or timm:NAME if timm is installed"),
+    ("--weights FILE", str, None,
+     "weights to start from: a checkpoint, a state_dict, or torchvision:DEFAULT"),
+    ("--new-head", bool, False, "with --weights: a new last layer, for other classes"),
+    ("--freeze NAMES", str, "", "do not train these parts: conv1,bn1,layer1"),
+    ("--sync-bn", bool, False, "batch norm over the images of all processes"),
+]
+RECIPE = [  # how the weights change
+    ("--epochs N", whole_number(1), 100, "passes over the training images"),
+    ("--batch-size N", whole_number(1), 256, "images per step on all processes together"),
+    ("--accumulate N", whole_number(1), 1, "micro-batches per step"),
+    ("--lr X", number(above=0), 0.1, "peak learning rate for 256 images; scaled linearly"),
+    ("--schedule", ("cosine", "step"), "cosine", "step: divide by 10 every --step-epochs"),
+    ("--final-lr X", number(), 0, "share of the peak at which --schedule cosine ends"),
+    ("--step-epochs N", number(above=0), 30, "epochs between steps of --schedule step"),
+    ("--warmup-epochs N", number(), 5, "epochs until the learning rate is at its peak"),
+    ("--warmup-factor X", number(), 0.1, "share of the peak at which warm-up starts"),
+    ("--momentum X", number(below=1), 0.9, "Nesterov momentum"),
+    ("--weight-decay X", number(), 5e-5, "for weights, not for norms and biases"),
+    ("--label-smoothing X", number(below=1), 0, "share of the target for all classes"),
+    ("--clip-grad NORM", number(above=0), None, "clip the gradient of a step to this norm"),
+    ("--ema X", number(below=1), 0, "average the weights with this decay; 0 is off"),
+    ("--seed N", whole_number(0, 2**32), 0, "for weights, order, crops and dropout"),
+]
+RUN = [  # what happens beside the training
+    ("--evaluate", bool, False, "evaluate the model of --weights or --resume, without training"),
+    ("--eval-every N", whole_number(0), 1, "evaluate after every N epochs; 0 is never"),
+    ("--checkpoints-path DIR", str, "checkpoints", "folder of checkpoints; machines may share it"),
+    ("--checkpoint-every N", interval, "600s", "steps (100) or seconds (600s)"),
+    ("--keep N", whole_number(1), 3, "checkpoints to keep, beside the best"),
+    ("--resume", bool, False, "continue from the newest checkpoint, if there is one"),
+    ("--dist-init-method", ("auto", "env", "slurm"), "auto", "the launcher to insist on"),
+    ("--timeout SECONDS", number(above=0), 60, "how long to wait for a missing rank"),
+    ("--print-every N", whole_number(1), 50, "steps between lines"),
+    ("--time-communication", bool, False,
+     "time it on GPUs too, which slows the backward pass a little"),
+    ("--log-file FILE", output_file, None, "append one JSON line per epoch to FILE"),
+    ("--tensorboard DIR", str, None, "write event files for TensorBoard"),
+    ("--deterministic", bool, False, "the same bits in every run; slower"),
+]
+COMPUTATION = [  # how to compute, not what
+    ("--amp", tuple(AMP_DTYPES), "none", "mixed precision"),
+    ("--channels-last", bool, False, "store images as NHWC: faster with --amp on a GPU"),
+    ("--compile", bool, False, "compile the model with torch.compile"),
+]
+# fmt: on

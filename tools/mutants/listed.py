@@ -281,7 +281,7 @@ MUTANTS = [
     *mutants("common/flags.py",
         ('name and copies[name] > 1 and rank == "0"', "name and copies[name] > 1",
          "one warning, from rank 0"),
-        ('default="linear",', 'default="none",', "the rate follows the batch"),
+        ('"none"), "linear",', '"none"), "none",', "the rate follows the batch"),
         ("self.exit(2, f", "self.exit(1, f", "a mistake is exit code 2"),
     ),
     *mutants("common/ddp_flags.py",
