@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.flags import Parser
-from exercises import chinese, english
 from exercises.judge import runner
-from exercises.judge.runner import folder_of
+from exercises.sentences import say, text_of
+from exercises.texts import FOLDERS, read_text, split_docstring
 
 HERE = Path(__file__).resolve().parent
 LINES = 24  # of output that are shown
@@ -30,7 +30,7 @@ POLL = 0.3  # seconds between two looks at a watched file
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("number", nargs="?", type=int, choices=english.TEXTS, help="of an exercise")
+    add("number", nargs="?", type=int, choices=FOLDERS, help="of an exercise")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--hint", action="store_true", help="print a hint and the page to read")
     what.add_argument("--solution", action="store_true", help="print what was wrong, and one mend")
@@ -76,15 +76,17 @@ class Reader:
     def __init__(self, args):
         locale = os.environ.get("LC_ALL") or os.environ.get("LANG") or ""
         self.language = "zh" if args.zh or locale.startswith("zh") else "en"
-        self.texts = chinese.TEXTS if self.language == "zh" else english.TEXTS
+        self.texts = {n: read_text(folder, self.language) for n, folder in FOLDERS.items()}
+        self.docs = "docs/zh" if self.language == "zh" else "docs"
         self.folder = args.folder
         self.limit = args.limit
         self.flags = ["--zh"] if args.zh else []  # to repeat in the commands that are shown
         if args.folder != HERE / "mine":
             self.flags += ["--folder", str(args.folder)]
 
-    def say(self, english_text, chinese_text):
-        return chinese_text if self.language == "zh" else english_text
+    def print(self, template, **values):
+        """Print a sentence in the reader's language."""
+        print(text_of(say(template, **values), self.language), flush=True)
 
     def command(self, number, *flags):
         """Return the command that checks an exercise, or does with it what the flags say."""
@@ -97,7 +99,7 @@ class Reader:
         path = self.folder / name_of(number)
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            _, code = split_docstring((folder_of(number) / "program.py").read_text())
+            _, code = split_docstring((FOLDERS[number] / "program.py").read_text())
             path.write_text(f'"""{self.texts[number].task}\n"""{code}')
         return path
 
@@ -125,67 +127,51 @@ class Reader:
         old = next(name for name in names if not name.exists())
         path.rename(old)
         self.note(number, False)
-        print(
-            self.say(
-                f"{show(self.path(number))} is as at the beginning; your file is now {show(old)}",
-                f"{show(self.path(number))} 已恢复成最初的样子；你的文件改名为 {show(old)}",
-            )
+        self.print(
+            "{path} is as at the beginning; your file is now {old}",
+            path=show(self.path(number)),
+            old=show(old),
         )
 
     # What the reader sees
 
     def print_list(self, number):
         passed = self.passed()
-        page = "docs/zh/ddp-in-12-lines.md" if self.language == "zh" else "docs/ddp-in-12-lines.md"
-        print(
-            self.say(
-                f"""\
-Each program runs as two processes or more, called rank 0, rank 1, and so on. It does something
-wrongly: mend it. Programs 19 to 22 have a gap to fill.
-If you have never seen such a program, read {page} first.
-""",
-                f"""\
-每个程序都用两个或更多进程运行，称为 rank 0、rank 1……，其中有错误，请改正。19 到 22 由你补全代码。
-如果从未见过这样的程序，请先读 {page}。
-""",
-            )
+        self.print(
+            "Each program runs as two processes or more, called rank 0, rank 1, and so on. It does"
+            " something\nwrongly: mend it. Programs 19 to 22 have a gap to fill.\nIf you have never"
+            " seen such a program, read {page} first.\n",
+            page=f"{self.docs}/ddp-in-12-lines.md",
         )
         for n, text in self.texts.items():
             print(f"{'*' if n in passed else ' '} {n:2} {text.title}")
         if len(passed) == len(self.texts):
-            print(self.say("\nYou have passed all exercises.", "\n所有练习都已通过。"))
+            print()
+            self.print("You have passed all exercises.")
             return
-        marks = self.say(" (* passed)", "（* 已通过）") if passed else ""
-        print(self.say(f"\nThe next one{marks}:\n", f"\n下一个{marks}：\n"))
+        print()
+        self.print("The next one{marks}:", marks=say(" (* passed)") if passed else "")
+        print()
         self.print_task(number)
-        print(
-            self.say(
-                f"\nEdit your file, then check it: {self.command(number)}",
-                f"\n修改你的文件，然后检查：{self.command(number)}",
-            )
-        )
+        print()
+        self.print("Edit your file, then check it: {command}", command=self.command(number))
 
     def print_task(self, number):
         text = self.texts[number]
         path = show(self.path(number))
-        print(self.say(f"Exercise {number}: {text.title}", f"练习 {number}：{text.title}"))
-        print(self.say(f"Your file: {path}", f"你的文件：{path}"))
+        self.print("Exercise {number}: {title}", number=number, title=text.title)
+        self.print("Your file: {path}", path=path)
         print(f"\n{text.task}")
 
     def print_hint(self, number):
         text = self.texts[number]
-        folder = "docs/zh" if self.language == "zh" else "docs"
         file, section = text.page
-        print(text.hint)
-        print(
-            self.say(
-                f'\nRead "{section}" in {folder}/{file}.', f"\n请读 {folder}/{file} 的“{section}”。"
-            )
-        )
+        print(f"{text.hint}\n")
+        self.print('Read "{section}" in {page}.', section=section, page=f"{self.docs}/{file}")
 
     def print_solution(self, number):
         print(self.texts[number].why + "\n")
-        diff = (folder_of(number) / "solution.patch").read_text().splitlines()
+        diff = (FOLDERS[number] / "solution.patch").read_text().splitlines()
         print("\n".join("..." if line.startswith("@@") else line for line in diff[2:]))
 
     # Checking
@@ -194,32 +180,31 @@ If you have never seen such a program, read {page} first.
         """Check the reader's file, and print the answer. Return 0 if it has passed, else 1."""
         text = self.texts[number]
         if (self.folder / name_of(number)).exists():
-            print(self.say(f"Exercise {number}: {text.title}", f"练习 {number}：{text.title}"))
+            self.print("Exercise {number}: {title}", number=number, title=text.title)
         else:
             self.print_task(number)
             print()
         path = self.path(number)
-        print(self.say(f"running {show(path)}", f"正在运行 {show(path)}") + "\n", flush=True)
-        answer = runner.check(number, path, self.language, self.limit)
+        self.print("running {path}", path=show(path))
+        print()
+        answer = runner.check(FOLDERS[number], path, self.limit)
         lines = answer.output.splitlines()
         if len(lines) > LINES:
             lines = [*lines[: LINES // 2], "...", *lines[-LINES // 2 :]]
         print("\n".join([*lines, ""] if lines else []))
         self.note(number, answer.passed)
         if not answer.passed:
-            print(self.say(f"not yet: {answer.text}", f"还不对：{answer.text}"))
-            hint, mend = (self.command(number, flag) for flag in ("--hint", "--solution"))
-            print(
-                self.say(f"A hint: {hint}\nOne mend: {mend}", f"看提示：{hint}\n看参考答案：{mend}")
-            )
+            self.print("not yet: {sentence}", sentence=answer.sentence)
+            self.print("A hint: {command}", command=self.command(number, "--hint"))
+            self.print("One mend: {command}", command=self.command(number, "--solution"))
             return 1
-        print(self.say(f"passed: {answer.text}", f"通过：{answer.text}"))
+        self.print("passed: {sentence}", sentence=answer.sentence)
         print(f"\n{text.why}\n")
         if len(self.passed()) == len(self.texts):
-            print(self.say("You have passed all exercises.", "所有练习都已通过。"))
+            self.print("You have passed all exercises.")
         else:
             command = self.command(self.next_number(number))
-            print(self.say(f"The next one: {command}", f"下一个练习：{command}"))
+            self.print("The next one: {command}", command=command)
         return 0
 
     def check_all(self):
@@ -229,12 +214,12 @@ If you have never seen such a program, read {page} first.
             path = self.folder / name_of(number)
             begin = time.monotonic()
             if path.exists():
-                answer = runner.check(number, path, self.language, self.limit)
-                mark = self.say(*(("passed", "通过") if answer.passed else ("not yet", "还不对")))
-                text = answer.text
+                passed, sentence, _ = runner.check(FOLDERS[number], path, self.limit)
+                mark = say("passed") if passed else say("not yet")
             else:
-                mark, text = "-", self.say("no file", "没有文件")
-            failed += mark not in ("passed", "通过")
+                passed, sentence, mark = False, say("no file"), "-"
+            failed += not passed
+            mark, text = (text_of(part, self.language) for part in (mark, sentence))
             print(f"{number:2} {mark:8} {time.monotonic() - begin:4.1f} s  {text}", flush=True)
         return int(failed > 0)
 
@@ -254,20 +239,14 @@ If you have never seen such a program, read {page} first.
 
     def wait_for_change(self, path, checked):
         """Wait until a file has another text than the one that was checked."""
-        print(self.say("waiting until you save the file ...", "等待文件保存……"), flush=True)
+        self.print("waiting until you save the file ...")
         while not path.exists() or path.read_text() in ("", checked):  # editors empty it first
             time.sleep(POLL)
 
 
 def name_of(number):
     """Return the name of the reader's file."""
-    return f"{folder_of(number).name}.py"
-
-
-def split_docstring(source):
-    """Return the docstring of a program, and the code after it."""
-    _, docstring, code = source.split('"""', 2)
-    return docstring.strip(), code
+    return f"{FOLDERS[number].name}.py"
 
 
 def show(path):

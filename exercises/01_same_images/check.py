@@ -5,9 +5,9 @@ from exercises.judge.judging import (
     refuse,
     refuse_other_training,
     refuse_repeated_images,
-    say,
     values,
 )
+from exercises.sentences import say
 
 
 def check(ranks):
@@ -19,12 +19,10 @@ def check(ranks):
         trained = len(images(rank))
         if read > trained:
             refuse(
-                f"Rank {rank.rank} trained on {trained} images, but read {read} from the data set:"
-                " each image should be read by one rank only.",
-                f"rank {rank.rank} 用 {trained} 张图像训练，却从数据集读取了 {read} 张："
-                "每张图像应该只由一个 rank 读取。",
+                "Rank {rank} trained on {trained} images, but read {read} from the data set: each"
+                " image should be read by one rank only.",
+                rank=rank.rank,
+                trained=trained,
+                read=read,
             )
-    return say(
-        f"rank 0 trained on {a} images, rank 1 on the other {b}.",
-        f"rank 0 用 {a} 张图像训练，rank 1 用另外 {b} 张。",
-    )
+    return say("rank 0 trained on {a} images, rank 1 on the other {b}.", a=a, b=b)

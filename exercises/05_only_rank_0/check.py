@@ -2,41 +2,34 @@
 
 import re
 
-from exercises.judge.judging import evaluated, refuse, say, variable
+from exercises.judge.judging import evaluated, refuse, variable
+from exercises.sentences import say
 
 
 def check(ranks):
     a, b = (len(evaluated(rank)) for rank in ranks)
     if (a, b) != (50, 50):
         refuse(
-            f"Rank 0 evaluated {a} images and rank 1 {b}: each should evaluate half of 100.",
-            f"rank 0 评估了 {a} 张图像，rank 1 评估了 {b} 张：每个 rank 应该评估 100 张的一半。",
+            "Rank 0 evaluated {a} images and rank 1 {b}: each should evaluate half of 100.",
+            a=a,
+            b=b,
         )
     truth, part = right_answers(ranks[0])
     printed = [re.findall(r"(\d+) of 100", rank.output) for rank in ranks]
     if not printed[0]:
-        refuse(
-            "Rank 0 printed no line with `... of 100 answers are correct`.",
-            "rank 0 没有打印 `... of 100 answers are correct` 这一行。",
-        )
+        refuse("Rank 0 printed no line with `... of 100 answers are correct`.")
     if printed[1]:
-        refuse(
-            "Rank 1 printed the result too: only rank 0 should print.",
-            "rank 1 也打印了结果：应该只由 rank 0 打印。",
-        )
+        refuse("Rank 1 printed the result too: only rank 0 should print.")
     number = int(printed[0][-1])
     if number != truth:
-        own = (
-            say(", the answers of rank 0 alone", "，这只是 rank 0 的结果") if number == part else ""
-        )
+        own = say(", the answers of rank 0 alone") if number == part else ""
         refuse(
-            f"Rank 0 printed {number} correct answers{own}; both ranks together have {truth}.",
-            f"rank 0 打印的正确数是 {number}{own}；两个 rank 合计为 {truth}。",
+            "Rank 0 printed {number} correct answers{own}; both ranks together have {truth}.",
+            number=number,
+            own=own,
+            truth=truth,
         )
-    return say(
-        f"rank 0 printed {truth}, the correct answers of both ranks.",
-        f"rank 0 打印了 {truth}，即两个 rank 合计的正确数。",
-    )
+    return say("rank 0 printed {truth}, the correct answers of both ranks.", truth=truth)
 
 
 def right_answers(rank):

@@ -4,7 +4,8 @@ import re
 
 from torch import nn
 
-from exercises.judge.judging import evaluated, refuse, say, variable
+from exercises.judge.judging import evaluated, refuse, variable
+from exercises.sentences import say
 
 OF_RANKS = (70, 30)  # images
 TOLERANCE = 1e-4  # the program prints four digits
@@ -14,14 +15,14 @@ def check(ranks):
     sizes = tuple(len(set(evaluated(rank))) for rank in ranks)
     if sizes != OF_RANKS:
         refuse(
-            f"Rank 0 evaluated {sizes[0]} images and rank 1 {sizes[1]}; expected {OF_RANKS[0]} and"
-            f" {OF_RANKS[1]}.",
-            f"rank 0 评估了 {sizes[0]} 张图像，rank 1 评估了 {sizes[1]} 张；"
-            f"应该是 {OF_RANKS[0]} 张和 {OF_RANKS[1]} 张。",
+            "Rank 0 evaluated {sizes[0]} images and rank 1 {sizes[1]}; expected {expected[0]} and"
+            " {expected[1]}.",
+            sizes=sizes,
+            expected=OF_RANKS,
         )
     printed = re.findall(r"\d+\.\d+", ranks[0].output)
     if not printed:
-        refuse("Rank 0 printed no mean loss.", "rank 0 没有打印平均损失。")
+        refuse("Rank 0 printed no mean loss.")
     number = float(printed[-1])
     losses = losses_of(variable(ranks[0], "model"), ranks[0].data)
     truth = float(losses.mean())
@@ -31,18 +32,15 @@ def check(ranks):
         if abs(number - of_ranks) < TOLERANCE:
             why = say(
                 ". It is the mean of the means of the ranks, but rank 0 has 70 images and rank 1"
-                " has 30",
-                "。它是两个 rank 平均值的平均，但 rank 0 有 70 张图像，rank 1 有 30 张",
+                " has 30"
             )
         refuse(
-            f"Rank 0 printed {number:.4f}, but the mean loss of the 100 images is {truth:.4f}"
-            f"{why}.",
-            f"rank 0 打印了 {number:.4f}，而 100 张图像的平均损失为 {truth:.4f}{why}。",
+            "Rank 0 printed {number:.4f}, but the mean loss of the 100 images is {truth:.4f}{why}.",
+            number=number,
+            truth=truth,
+            why=why,
         )
-    return say(
-        f"{number:.4f} is the mean loss of 100 images.",
-        f"{number:.4f} 是 100 张图像的平均损失。",
-    )
+    return say("{number:.4f} is the mean loss of 100 images.", number=number)
 
 
 def losses_of(model, data):

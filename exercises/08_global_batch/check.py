@@ -5,10 +5,10 @@ from exercises.judge.judging import (
     refuse,
     refuse_other_training,
     refuse_repeated_images,
-    say,
     steps,
 )
 from exercises.judge.runner import Setup
+from exercises.sentences import say
 
 SETUPS = [Setup(), Setup(local_ranks=(0, 1, 2))]
 IMAGES = 768
@@ -24,18 +24,24 @@ def check(*runs):
         if sizes != {BATCH_SIZE}:
             size = max(sizes - {BATCH_SIZE})
             refuse(
-                f"With {n} processes, a training step had {size} images instead of {BATCH_SIZE}.",
-                f"{n} 个进程时，一个训练步用了 {size} 张图像，而不是 {BATCH_SIZE} 张。",
+                "With {count} processes, a training step had {size} images instead of"
+                " {batch_size}.",
+                count=n,
+                size=size,
+                batch_size=BATCH_SIZE,
             )
         refuse_repeated_images(ranks, IMAGES)
         if wrong := [step.lr for step in steps(ranks[0]) if abs(step.lr - LR) > 1e-6]:
             refuse(
-                f"With {n} processes, the learning rate was {wrong[0]:g} instead of {LR}: the"
+                "With {count} processes, the learning rate was {lr:g} instead of {expected}: the"
                 " global batch size is that of one process, so the learning rate is too.",
-                f"{n} 个进程时，学习率为 {wrong[0]:g}，而不是 {LR}："
-                "全局 batch size 与单进程时相同，学习率也应该相同。",
+                count=n,
+                lr=wrong[0],
+                expected=LR,
             )
     return say(
-        f"two and three processes train with {BATCH_SIZE} images per step and learning rate {LR}.",
-        f"无论是两个还是三个进程，每步都用 {BATCH_SIZE} 张图像，学习率都是 {LR}。",
+        "two and three processes train with {batch_size} images per step and learning rate"
+        " {expected}.",
+        batch_size=BATCH_SIZE,
+        expected=LR,
     )

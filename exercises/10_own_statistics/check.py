@@ -7,9 +7,9 @@ from exercises.judge.judging import (
     refuse_different_weights,
     refuse_repeated_images,
     same,
-    say,
     values,
 )
+from exercises.sentences import say
 
 IMAGES = 256
 TOLERANCE = 0.05  # ranks may average their variances in several ways
@@ -19,14 +19,11 @@ def check(ranks):
     refuse_repeated_images(ranks, IMAGES)
     refuse_different_weights(ranks)
     if not all(values(rank, "batch norm") for rank in ranks):
-        refuse("I see no batch norm in the model.", "模型中没有看到 BN。")
+        refuse("I see no batch norm in the model.")
     evaluations = [evaluation(rank) for rank in ranks]
     refuse_other_statistics(evaluations)
     refuse_foreign_statistics(evaluations[0][0], ranks)
-    return say(
-        "both ranks evaluated the same weights and the same running statistics.",
-        "两个 rank 评估时，权重相同，滑动均值和方差也相同。",
-    )
+    return say("both ranks evaluated the same weights and the same running statistics.")
 
 
 def evaluation(rank):
@@ -34,18 +31,19 @@ def evaluation(rank):
     last = max(k for k, event in enumerate(rank.events) if event.kind == "step")
     layers = [event.value for event in rank.events[last:] if event.kind == "batch norm"]
     if not layers:
-        refuse(f"Rank {rank.rank} evaluated no image.", f"rank {rank.rank} 没有评估图像。")
+        refuse("Rank {rank} evaluated no image.", rank=rank.rank)
     layers = [layer for layer in layers if not layer.training]
     if not layers:
         refuse(
-            "The evaluation used the statistics of its own batch: expected model.eval() before it.",
-            "评估时，BN 用的是当前 batch 的统计量：评估之前应该调用 model.eval()。",
+            "The evaluation used the statistics of its own batch: expected model.eval() before it."
         )
     count = sum(layer.images for layer in layers)
     if count != IMAGES / 2:
         refuse(
-            f"Rank {rank.rank} evaluated {count} images instead of half of {IMAGES}.",
-            f"rank {rank.rank} 评估了 {count} 张图像，而不是 {IMAGES} 张的一半。",
+            "Rank {rank} evaluated {count} images instead of half of {images}.",
+            rank=rank.rank,
+            count=count,
+            images=IMAGES,
         )
     return [layer.buffers for layer in layers]
 
@@ -54,17 +52,19 @@ def refuse_other_statistics(of_ranks):
     """Refuse running statistics that differ between ranks or forward passes."""
     first = of_ranks[0][0]
     if "running_mean" not in first:
-        refuse("The batch norm keeps no running statistics.", "BN 没有记录滑动均值和方差。")
+        refuse("The batch norm keeps no running statistics.")
     for rank, of_rank in enumerate(of_ranks):
         for name in ("running_mean", "running_var"):
             for buffers in of_rank:
                 if not same([first[name]], [buffers[name]]):
                     a, b = float(first[name][0]), float(buffers[name][0])
                     refuse(
-                        f"The ranks evaluated different models: the {name} of the first pixel is"
-                        f" {a:.6f} on rank 0 and {b:.6f} on rank {rank}.",
-                        f"各 rank 评估的模型不同：第一个像素的 {name}"
-                        f" 在 rank 0 上是 {a:.6f}，在 rank {rank} 上是 {b:.6f}。",
+                        "The ranks evaluated different models: the {name} of the first pixel is"
+                        " {a:.6f} on rank 0 and {b:.6f} on rank {rank}.",
+                        name=name,
+                        a=a,
+                        b=b,
+                        rank=rank,
                     )
 
 
@@ -74,18 +74,18 @@ def refuse_foreign_statistics(used, ranks):
     if not all(collected) or float(used["running_mean"].abs().sum()) == 0:
         refuse(
             "The running statistics are as before the training: the evaluation needs those that"
-            " training has collected.",
-            "滑动均值和方差还是训练之前的值：评估要用训练中得到的值。",
+            " training has collected."
         )
     for name in ("running_mean", "running_var"):
         own = torch.stack([buffers[0][name] for buffers in collected])
         low, high = own.min(dim=0).values, own.max(dim=0).values
         if not torch.equal(used[name].clamp(low - TOLERANCE, high + TOLERANCE), used[name]):
             refuse(
-                f"Both ranks evaluated the same {name}, but not one that the training has"
-                f" collected: {float(used[name][0]):.6f} for the first pixel, where the ranks had"
-                f" {float(own[0, 0]):.6f} and {float(own[1, 0]):.6f}.",
-                f"两个 rank 评估时的 {name} 相同，但不是训练中得到的值：第一个像素是"
-                f" {float(used[name][0]):.6f}，而训练之后两个 rank 上分别是"
-                f" {float(own[0, 0]):.6f} 和 {float(own[1, 0]):.6f}。",
+                "Both ranks evaluated the same {name}, but not one that the training has"
+                " collected: {used:.6f} for the first pixel, where the ranks had {a:.6f} and"
+                " {b:.6f}.",
+                name=name,
+                used=float(used[name][0]),
+                a=float(own[0, 0]),
+                b=float(own[1, 0]),
             )

@@ -1,45 +1,38 @@
 """One rank must write the file, with the names of the plain model, before any rank reads it."""
 
-from exercises.judge.judging import refuse, same, say, values, variable, weights_of
+from exercises.judge.judging import refuse, same, values, variable, weights_of
+from exercises.sentences import say
 
 
 def check(ranks):
     writers = [rank for rank in ranks if values(rank, "save")]
     if len(writers) > 1:
-        refuse(
-            "Both ranks wrote a file: one rank writes, or the file may be damaged.",
-            "两个 rank 都写了文件：应该只由一个 rank 写，否则文件可能损坏。",
-        )
+        refuse("Both ranks wrote a file: one rank writes, or the file may be damaged.")
     if not writers:
-        refuse(
-            "No rank saved the weights with `torch.save`.", "没有 rank 用 `torch.save` 保存权重。"
-        )
+        refuse("No rank saved the weights with `torch.save`.")
     (writer,) = writers
     keys = [key for saved in values(writer, "save") for key in saved]
     if wrapped := [key for key in keys if str(key).startswith("module.")]:
         refuse(
-            f"The file has the keys of a DDP object, such as `{wrapped[0]}`: a program without DDP"
+            "The file has the keys of a DDP object, such as `{key}`: a program without DDP"
             " expects the keys of the model.",
-            f"文件里是 DDP 对象的 key，例如 `{wrapped[0]}`：不用 DDP 的程序需要的是模型的 key。",
+            key=wrapped[0],
         )
     for rank in ranks:
         if not values(rank, "load"):
-            refuse(f"Rank {rank.rank} did not load the file.", f"rank {rank.rank} 没有加载文件。")
+            refuse("Rank {rank} did not load the file.", rank=rank.rank)
         if rank is not writer and messages_before(rank, "load") <= messages_before(writer, "save"):
             refuse(
-                f"Rank {rank.rank} read the file, but nothing told it that rank {writer.rank} had"
-                " written it: expected a collective such as dist.barrier() after the save.",
-                f"rank {rank.rank} 读了文件，但它无从知道 rank {writer.rank} 已经写完："
-                "保存之后应该有一次集合通信操作，例如 dist.barrier()。",
+                "Rank {rank} read the file, but nothing told it that rank {writer} had written"
+                " it: expected a collective such as dist.barrier() after the save.",
+                rank=rank.rank,
+                writer=writer.rank,
             )
         if not same(weights_of(variable(rank, "loaded")), weights_of(variable(rank, "model"))):
-            refuse(
-                f"On rank {rank.rank}, the loaded weights are not the trained ones.",
-                f"rank {rank.rank} 加载的权重不是训练好的权重。",
-            )
+            refuse("On rank {rank}, the loaded weights are not the trained ones.", rank=rank.rank)
     return say(
-        f"rank {writer.rank} wrote the file, and both ranks loaded the trained weights.",
-        f"rank {writer.rank} 写了文件，两个 rank 都加载了训练好的权重。",
+        "rank {writer} wrote the file, and both ranks loaded the trained weights.",
+        writer=writer.rank,
     )
 
 

@@ -1,13 +1,7 @@
 """The ranks must exchange gradients once per training step, and learn the same as one process."""
 
-from exercises.judge.judging import (
-    gradient_messages,
-    refuse,
-    refuse_other_training,
-    say,
-    steps,
-    values,
-)
+from exercises.judge.judging import gradient_messages, refuse, refuse_other_training, steps, values
+from exercises.sentences import say
 
 STEPS = 2
 BATCH_SIZE = 16  # of a rank
@@ -18,29 +12,34 @@ def check(ranks):
     count = len(steps(ranks[0]))
     if count != STEPS:
         refuse(
-            f"The optimizer took {count} training steps; expected {STEPS}, with four batches each.",
-            f"优化器更新了 {count} 次；应该是 {STEPS} 次，每次四个 batch。",
+            "The optimizer took {count} training steps; expected {steps}, with four batches each.",
+            count=count,
+            steps=STEPS,
         )
     largest = max(len(batch) for batch, _ in values(ranks[0], "batch"))
     if largest > BATCH_SIZE:
         refuse(
-            f"A forward pass had {largest} images: accumulate gradients instead, so that only"
-            f" {BATCH_SIZE} images must fit in memory.",
-            f"一次前向传播有 {largest} 张图像：请改用梯度累积，"
-            f"这样内存只需容纳 {BATCH_SIZE} 张图像。",
+            "A forward pass had {largest} images: accumulate gradients instead, so that only"
+            " {batch_size} images must fit in memory.",
+            largest=largest,
+            batch_size=BATCH_SIZE,
         )
     refuse_other_training(ranks)
     sent = gradient_messages(ranks[0])
     size = sum(message.size for message in sent)
     if size > 1.5 * STEPS * GRADIENTS:  # a mend may also send losses
         refuse(
-            f"{len(sent)} messages with {size:,} bytes for {STEPS} training steps, although the"
-            f" gradients have {GRADIENTS} bytes: the ranks exchange them more than once per step.",
-            f"{STEPS} 个训练步有 {len(sent)} 条消息，共 {size:,} 字节，而梯度只有"
-            f" {GRADIENTS} 字节：各 rank 每步交换梯度不止一次。",
+            "{sent} messages with {size:,} bytes for {steps} training steps, although the"
+            " gradients have {gradients} bytes: the ranks exchange them more than once per step.",
+            sent=len(sent),
+            size=size,
+            steps=STEPS,
+            gradients=GRADIENTS,
         )
     return say(
-        f"{len(sent)} messages with {size:,} bytes for {STEPS} training steps, and the weights are"
+        "{sent} messages with {size:,} bytes for {steps} training steps, and the weights are"
         " those of one process.",
-        f"{STEPS} 个训练步有 {len(sent)} 条消息，共 {size:,} 字节，权重与单进程相同。",
+        sent=len(sent),
+        size=size,
+        steps=STEPS,
     )

@@ -1,6 +1,7 @@
 """The ranks must clip the mean of their gradients."""
 
-from exercises.judge.judging import refuse, refuse_other_training, say, steps
+from exercises.judge.judging import refuse, refuse_other_training, steps
+from exercises.sentences import say
 
 MAX_NORM = 0.6  # the last mean gradient is smaller, so that a sum would be noticed
 
@@ -11,12 +12,11 @@ def check(ranks):
         norm = sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
         if norm > MAX_NORM * 1.001:
             refuse(
-                f"In training step {k}, the optimizer got a gradient with norm {norm:.3f}, more"
-                f" than {MAX_NORM}.",
-                f"在第 {k} 个训练步，优化器得到的梯度的范数为 {norm:.3f}，大于 {MAX_NORM}。",
+                "In training step {step}, the optimizer got a gradient with norm {norm:.3f}, more"
+                " than {max_norm}.",
+                step=k,
+                norm=norm,
+                max_norm=MAX_NORM,
             )
     refuse_other_training(ranks, max_norm=MAX_NORM)
-    return say(
-        "the ranks clip the mean of their gradients, as one process would.",
-        "各 rank 裁剪的是平均之后的梯度，与单进程一样。",
-    )
+    return say("the ranks clip the mean of their gradients, as one process would.")

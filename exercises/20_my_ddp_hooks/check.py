@@ -1,12 +1,8 @@
 """The gradients must be averaged while the backward pass runs, without waiting in it."""
 
-from exercises.judge.judging import (
-    refuse_late_messages,
-    refuse_other_weights,
-    say,
-    sent_per_step,
-)
+from exercises.judge.judging import refuse_late_messages, refuse_other_weights, sent_per_step
 from exercises.judge.runner import Setup
+from exercises.sentences import say
 
 SETUPS = [Setup(), Setup(program="torch_ddp.py")]
 
@@ -16,7 +12,7 @@ def check(ranks, torch_ranks):
     refuse_late_messages(ranks[0])
     return say(
         "the messages leave during the backward pass, and the weights are those of torch's DDP."
-        f" Messages per step: {sent_per_step(ranks[0])}; torch: {sent_per_step(torch_ranks[0])}.",
-        "消息在反向传播期间发出，权重与 torch 的 DDP 相同。每步的消息："
-        f"{sent_per_step(ranks[0])}；torch：{sent_per_step(torch_ranks[0])}。",
+        " Messages per step: {sent}; torch: {torch}.",
+        sent=sent_per_step(ranks[0]),
+        torch=sent_per_step(torch_ranks[0]),
     )

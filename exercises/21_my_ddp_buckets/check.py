@@ -5,11 +5,11 @@ from exercises.judge.judging import (
     refuse,
     refuse_late_messages,
     refuse_other_weights,
-    say,
     sent_per_step,
     steps,
 )
 from exercises.judge.runner import Setup
+from exercises.sentences import say
 
 SETUPS = [Setup(), Setup(program="../20_my_ddp_hooks/torch_ddp.py")]
 BUCKETS = range(2, 6)  # 105 kB of gradients in buckets of about 40 kB
@@ -21,12 +21,12 @@ def check(ranks, torch_ranks):
     count = len(messages(ranks[0], "all_reduce")) / len(steps(ranks[0]))
     if count not in BUCKETS:
         refuse(
-            f"{count:g} messages per training step; expected three or four, of about 40 kB each.",
-            f"每个训练步有 {count:g} 条消息；应该是三到四条，每条约 40 kB。",
+            "{count:g} messages per training step; expected three or four, of about 40 kB each.",
+            count=count,
         )
     return say(
         "the buckets leave during the backward pass, and the weights are those of torch's DDP."
-        f" Messages per step: {sent_per_step(ranks[0])}; torch: {sent_per_step(torch_ranks[0])}.",
-        "bucket 在反向传播期间发出，权重与 torch 的 DDP 相同。每步的消息："
-        f"{sent_per_step(ranks[0])}；torch：{sent_per_step(torch_ranks[0])}。",
+        " Messages per step: {sent}; torch: {torch}.",
+        sent=sent_per_step(ranks[0]),
+        torch=sent_per_step(torch_ranks[0]),
     )

@@ -3,7 +3,7 @@
 The check of each exercise is check.py in its folder, with
 
     check(*runs)    runs[k] holds the Records of the ranks of SETUPS[k]. Calls refuse() if the
-                    program is not yet right; else it returns a sentence that says what it saw
+                    program is not yet right; else it returns a Sentence that says what it saw
     SETUPS          how to start the program, if not once with two ranks
     MAY_FAIL        True if a program that ends with an error may be right
 """
@@ -19,46 +19,40 @@ import torch
 from torch import nn
 
 from exercises.judge.recorder import Record
-from exercises.judge.runner import Setup, folder_of
+from exercises.judge.runner import Setup
+from exercises.sentences import joined, say
 
-language = "en"  # of the answers
+WAITS, RUNS = "rank {rank} waits in {line}", "rank {rank} is in {line}"
+PLACES = "{before}; {after}"  # of two ranks or more
 
 
 class Refused(Exception):
-    """The program is not yet right; the message says what it did."""
+    """The program is not yet right. The argument is a Sentence that says what it did."""
 
 
-def say(english, chinese):
-    """Return the sentence in the reader's language."""
-    return chinese if language == "zh" else english
-
-
-def refuse(english, chinese):
-    raise Refused(say(english, chinese))
+def refuse(template, **values):
+    raise Refused(say(template, **values))
 
 
 # Called by the runner
 
 
-def setups(number):
-    """Return how to start the program of an exercise: a list of Setup."""
-    return getattr(load_check(number), "SETUPS", [Setup()])
+def setups(exercise):
+    """Return how to start the program of an exercise, given by its folder: a list of Setup."""
+    return getattr(load_check(exercise), "SETUPS", [Setup()])
 
 
-def judge(number, program, answer_language, results, folder):
-    """Return (passed, sentence, output) for a program that has run once for each Setup.
+def judge(exercise, program, results, folder):
+    """Return (passed, Sentence, output) for a program that has run once for each Setup.
 
     Args:
-        number: of the exercise.
+        exercise: folder of the exercise.
         program: path of the program.
-        answer_language: "en" or "zh".
         results: of runner.run(), for each run.
         folder: has a folder for each run, with the records of its ranks.
     """
-    global language
-    language = answer_language
-    module = load_check(number)
-    starts = setups(number)
+    module = load_check(exercise)
+    starts = setups(exercise)
     counts = [len(setup.local_ranks) for setup in starts]
     runs = [read_records(Path(folder, str(k)), count) for k, count in enumerate(counts)]
     output = show_output(runs[0])
@@ -69,19 +63,19 @@ def judge(number, program, answer_language, results, folder):
             refuse_what_did_not_end(result, runs[k], program, may_fail, variables)
         return True, module.check(*runs), output
     except Refused as refused:
-        return False, str(refused), output
+        return False, refused.args[0], output
     except Exception as error:  # a program may put anything into its variables
         found = f"{type(error).__name__}: {error}"
-        text = say(
-            f"I cannot read what the program did ({found}): please keep the names and the types of"
+        sentence = say(
+            "I cannot read what the program did ({found}): please keep the names and the types of"
             " its variables.",
-            f"无法读取程序的结果（{found}）：请保留变量的名字和类型。",
+            found=found,
         )
-        return False, text, output
+        return False, sentence, output
 
 
-def load_check(number):
-    return importlib.import_module(f"exercises.{folder_of(number).name}.check")
+def load_check(exercise):
+    return importlib.import_module(f"exercises.{exercise.name}.check")
 
 
 def read_records(folder, count):
@@ -141,33 +135,28 @@ def refuse_what_did_not_end(result, ranks, program, may_fail, variables):
     """
     source = Path(program).read_text().splitlines()
     names = ", ".join(f"{name}={value}" for name, value in variables.items())
-    run = say(f", in the run with {names}", f"（运行时 {names}）") if names else ""
+    run = say(", in the run with {names}", names=names) if names else ""
     if result == "hangs":
-        places = say("; ", "；").join(where(rank, source) for rank in ranks)
-        refuse(
-            f"The ranks wait for each other forever{run}: {places}.",
-            f"各 rank 一直在互相等待{run}：{places}。",
-        )
+        places = joined(PLACES, [where(rank, source) for rank in ranks])
+        refuse("The ranks wait for each other forever{run}: {places}.", run=run, places=places)
     if result == "limit":
-        places = say("; ", "；").join(where(rank, source, "is", "运行") for rank in ranks)
+        places = joined(PLACES, [where(rank, source, RUNS) for rank in ranks])
         refuse(
-            f"The program did not end within the time limit{run}: {places}.",
-            f"程序在时限内没有结束{run}：{places}。",
+            "The program did not end within the time limit{run}: {places}.", run=run, places=places
         )
     if result == "failed" and not may_fail:
         failed = [rank for rank in ranks if rank.exit_code != 0 and not rank.waits]
         rank = min(failed, key=lost_another, default=ranks[0])
         if lost_another(rank):
-            others = say("; ", "；").join(
-                where(other, source) for other in ranks if other is not rank
-            )
+            others = joined(PLACES, [where(other, source) for other in ranks if other is not rank])
             refuse(
-                f"Rank {rank.rank} waited for another rank in {line_of(rank, source)}, but"
-                f" {others}.",
-                f"rank {rank.rank} 在{line_of(rank, source)} 等待其他 rank，但{others}。",
+                "Rank {rank} waited for another rank in {line}, but {others}.",
+                rank=rank.rank,
+                line=line_of(rank, source),
+                others=others,
             )
         text = where(rank, source)
-        refuse(f"The program failed{run}: {text}.", f"程序出错{run}：{text}。")
+        refuse("The program failed{run}: {text}.", run=run, text=text)
 
 
 def lost_another(rank):
@@ -178,24 +167,21 @@ def lost_another(rank):
 
 def line_of(rank, source):
     text = source[rank.line - 1].strip() if rank.line else ""
-    return say(f"line {rank.line}, `{text}`", f"第 {rank.line} 行 `{text}`")
+    return say("line {line}, `{text}`", line=rank.line, text=text)
 
 
-def where(rank, source, verb="waits", chinese_verb="等待"):
+def where(rank, source, template=WAITS):
     """Return in which line a rank waits, failed or ended."""
     line = line_of(rank, source)
     if rank.waits:
-        return say(
-            f"rank {rank.rank} {verb} in {line}", f"rank {rank.rank} 在{line} {chinese_verb}"
-        )
+        return say(template, rank=rank.rank, line=line)
     if rank.error:
         error = describe_error(rank)
-        return say(f"rank {rank.rank}, {line}: {error}", f"rank {rank.rank}，{line}：{error}")
+        return say("rank {rank}, {line}: {error}", rank=rank.rank, line=line, error=error)
     if rank.exit_code is None:
-        return say(f"rank {rank.rank} was killed", f"rank {rank.rank} 已被杀死")
+        return say("rank {rank} was killed", rank=rank.rank)
     return say(
-        f"rank {rank.rank} has ended with exit code {rank.exit_code}",
-        f"rank {rank.rank} 已结束，退出码 {rank.exit_code}",
+        "rank {rank} has ended with exit code {exit_code}", rank=rank.rank, exit_code=rank.exit_code
     )
 
 
@@ -263,10 +249,10 @@ def variable(rank, name):
     try:
         return pickle.loads(rank.variables[name])
     except Exception:
-        return refuse(
-            f"I expected a variable `{name}` at the end of the program: please keep the name, and"
+        refuse(
+            "I expected a variable `{name}` at the end of the program: please keep the name, and"
             " do not move it into a function.",
-            f"程序结束时应该有变量 `{name}`：请保留这个变量名，也不要把它放进函数。",
+            name=name,
         )
 
 
@@ -333,8 +319,7 @@ def refuse_unknown_images(numbers):
     if -1 in numbers:
         refuse(
             "Some ranks train on images that rank 0 does not have: all ranks must draw the same"
-            " images, and divide them afterwards.",
-            "有的 rank 用 rank 0 没有的图像训练：各 rank 应生成相同的数据集，然后再划分。",
+            " images, and divide them afterwards."
         )
 
 
@@ -344,120 +329,101 @@ def refuse_repeated_images(ranks, count):
     numbers = [number for rank in ranks for number in images(rank)]
     refuse_unknown_images(numbers)
     if not numbers:
-        refuse(
-            "I see no image that is trained: call the model with the images.",
-            "没有看到用图像训练：应该用图像调用模型。",
-        )
+        refuse("I see no image that is trained: call the model with the images.")
     if all(len(part) == count for part in parts):
         refuse(
-            f"Each rank trained on all {count} images, so each image was trained on every rank.",
-            f"每个 rank 都用全部 {count} 张图像训练，所以每张图像在每个 rank 上都训练了一次。",
+            "Each rank trained on all {count} images, so each image was trained on every rank.",
+            count=count,
         )
     if all(part == parts[0] for part in parts):
         share = len(parts[0]) / count
         refuse(
-            f"All ranks trained on the same images, {listed(parts[0])}: together they saw"
-            f" {share:.0%} of the training set.",
-            f"所有 rank 用的图像相同（{listed(parts[0])}）：合起来只用了训练集的 {share:.0%}。",
+            "All ranks trained on the same images, {numbers}: together they saw {share:.0%} of"
+            " the training set.",
+            numbers=listed(parts[0]),
+            share=share,
         )
     if several := [number for number in parts[0] if any(number in part for part in parts[1:])]:
         refuse(
-            f"{len(several)} images were trained on several ranks, for example image"
-            f" {min(several)}.",
-            f"有 {len(several)} 张图像，几个 rank 都用了，例如图像 {min(several)}。",
+            "{count} images were trained on several ranks, for example image {example}.",
+            count=len(several),
+            example=min(several),
         )
     if missing := set(range(count)) - set(numbers):
         refuse(
-            f"{len(missing)} of {count} images were never trained, for example image"
-            f" {min(missing)}.",
-            f"{count} 张图像中，有 {len(missing)} 张从未用到，例如图像 {min(missing)}。",
+            "{missing} of {count} images were never trained, for example image {example}.",
+            missing=len(missing),
+            count=count,
+            example=min(missing),
         )
     if len(numbers) > count:
-        refuse(
-            f"{len(numbers) - count} images were trained more than once.",
-            f"有 {len(numbers) - count} 张图像用了不止一次。",
-        )
+        refuse("{repeated} images were trained more than once.", repeated=len(numbers) - count)
 
 
 def refuse_other_training(ranks, max_norm=None):
     """Refuse a program whose ranks differ, or do not train as one process with all their images."""
     if any(not steps(rank) for rank in ranks):
-        refuse(
-            "I see no training step: expected a call of `optimizer.step()`.",
-            "没有看到训练步：程序应该调用 `optimizer.step()`。",
-        )
+        refuse("I see no training step: expected a call of `optimizer.step()`.")
     if k := first_difference(ranks):
         refuse(
-            f"After training step {k}, the weights of the ranks differ: each rank trains a model of"
-            " its own.",
-            f"第 {k} 个训练步之后，各 rank 的权重不同：每个 rank 各训各的模型。",
+            "After training step {step}, the weights of the ranks differ: each rank trains a"
+            " model of its own.",
+            step=k,
         )
     counts = {len(steps(rank)) for rank in ranks}
     if len(counts) > 1:
         refuse(
-            f"The ranks took different numbers of training steps: {listed(counts)}.",
-            f"各 rank 的训练步数不同：{listed(counts)}。",
+            "The ranks took different numbers of training steps: {counts}.", counts=listed(counts)
         )
     before = values(ranks[0], "before")[0].weights
     if same(before, steps(ranks[0])[-1].weights):
-        refuse("The training does not change the weights.", "训练没有改变权重。")
-    clips = say(" and clips their gradient", "并裁剪梯度") if max_norm else ""
+        refuse("The training does not change the weights.")
+    clips = say(" and clips their gradient") if max_norm else ""
     for k, weights in enumerate(train_alone(ranks, max_norm), 1):
         if not same(weights, steps(ranks[0])[k - 1].weights, 1e-4):
             refuse(
-                f"The ranks have equal weights, but after training step {k} not those of one"
-                f" process that trains on the images of all ranks{clips}.",
-                f"各 rank 的权重相同，但第 {k} 个训练步之后，与单进程用所有 rank 的图像"
-                f"训练{clips}的结果不同。",
+                "The ranks have equal weights, but after training step {step} not those of one"
+                " process that trains on the images of all ranks{clips}.",
+                step=k,
+                clips=clips,
             )
 
 
 def refuse_different_weights(ranks):
     """Refuse ranks that have different weights after a training step."""
     if k := first_difference(ranks):
-        refuse(
-            f"After training step {k}, the weights of the ranks differ.",
-            f"第 {k} 个训练步之后，各 rank 的权重不同。",
-        )
+        refuse("After training step {step}, the weights of the ranks differ.", step=k)
 
 
 def refuse_other_weights(ranks, torch_ranks):
     """Refuse a program whose weights differ by one bit from the program with torch's DDP."""
     if values(ranks[0], "torch's DDP"):
-        refuse(
-            "The program uses torch's DDP: please write your own.",
-            "程序用了 torch 的 DDP：请自己实现。",
-        )
+        refuse("The program uses torch's DDP: please write your own.")
     refuse_unfinished_messages(ranks[0])
     first = [values(rank, "before")[0].weights for rank in ranks if steps(rank)]
     if len(first) == 2 and not same(*first):
-        refuse("The ranks begin with different weights.", "各 rank 的初始权重不同。")
+        refuse("The ranks begin with different weights.")
     if first and not same(first[0], values(torch_ranks[0], "before")[0].weights):
-        refuse(
-            "The ranks begin with equal weights, but not with those that rank 0 had at first.",
-            "各 rank 的初始权重相同，但不是 rank 0 原来的权重。",
-        )
+        refuse("The ranks begin with equal weights, but not with those that rank 0 had at first.")
     refuse_different_weights(ranks)
     if len(steps(ranks[0])) != len(steps(torch_ranks[0])):
         refuse(
-            f"The program took {len(steps(ranks[0]))} training steps, torch's DDP took"
-            f" {len(steps(torch_ranks[0]))}.",
-            f"程序训练了 {len(steps(ranks[0]))} 步，"
-            f"torch 的 DDP 训练了 {len(steps(torch_ranks[0]))} 步。",
+            "The program took {steps} training steps, torch's DDP took {torch_steps}.",
+            steps=len(steps(ranks[0])),
+            torch_steps=len(steps(torch_ranks[0])),
         )
     if k := first_difference([ranks[0], torch_ranks[0]]):
         size = distance(steps(ranks[0])[k - 1].weights, steps(torch_ranks[0])[k - 1].weights)
         refuse(
-            f"The ranks have equal weights, but after training step {k} they are not those of"
-            f" torch's DDP: the largest difference is {size:.2g}.",
-            f"各 rank 的权重相同，但第 {k} 个训练步之后，与 torch 的 DDP 不同："
-            f"最大相差 {size:.2g}。",
+            "The ranks have equal weights, but after training step {step} they are not those of"
+            " torch's DDP: the largest difference is {size:.2g}.",
+            step=k,
+            size=size,
         )
     if values(ranks[0], "old wait"):
         refuse(
-            "A training step waits again for the messages of the step before: empty the list, else"
-            " it grows with every step.",
-            "一个训练步又在等待上一步的消息：请清空列表，否则它每一步都会变长。",
+            "A training step waits again for the messages of the step before: empty the list,"
+            " else it grows with every step."
         )
 
 
@@ -470,29 +436,26 @@ def refuse_late_messages(rank, allowed=0):
     """
     sent = gradient_messages(rank)
     if not sent:
-        refuse(
-            "I see no message with gradients: please use functions of torch.distributed.",
-            "没有看到发送梯度的消息：请使用 torch.distributed 的函数。",
-        )
+        refuse("I see no message with gradients: please use functions of torch.distributed.")
     late = [message for message in sent if not message.in_backward]
     if len(late) == len(sent) or len(late) > allowed * len(steps(rank)):
         refuse(
-            f"{len(late)} of {len(sent)} messages began after the backward pass.",
-            f"{len(sent)} 条消息中，有 {len(late)} 条在反向传播之后才开始。",
+            "{late} of {sent} messages began after the backward pass.",
+            late=len(late),
+            sent=len(sent),
         )
     if True in values(rank, "wait"):
         refuse(
             "The backward pass waits for its messages: start each with async_op=True, and wait in"
-            " finish_gradients().",
-            "反向传播要等消息发送完成：请用 async_op=True 启动，再在 finish_gradients() 中等待。",
+            " finish_gradients()."
         )
     computed, total = sent[0].products, values(rank, "backward")[0]
     if computed > 0.75 * total:
         refuse(
-            f"The first message began when the backward pass had computed {computed} of its {total}"
-            " matrix products: send each part as soon as it is complete.",
-            f"第一条消息发出时，反向传播的 {total} 次矩阵乘法已经算完 {computed} 次："
-            "各部分应该一就绪就发送。",
+            "The first message began when the backward pass had computed {computed} of its"
+            " {total} matrix products: send each part as soon as it is complete.",
+            computed=computed,
+            total=total,
         )
 
 
@@ -509,10 +472,9 @@ def refuse_unfinished_messages(rank, begin="batch", end="step"):
     for event in rank.events:
         if event.kind == end and unfinished > 0:
             refuse(
-                f"The program sends messages, but does not wait for {unfinished} of them before it"
+                "The program sends messages, but does not wait for {unfinished} of them before it"
                 " uses the tensors: they may arrive too late.",
-                f"程序发送了消息，但使用张量之前，没有等待其中的 {unfinished} 条完成："
-                "消息可能来不及到达。",
+                unfinished=unfinished,
             )
         if event.kind in (begin, end):
             is_between = event.kind == begin
@@ -528,10 +490,9 @@ def refuse_unequal_messages(ranks):
     counts = [len(messages(rank)) for rank in ranks]
     if counts[0] != counts[1]:
         refuse(
-            f"Rank 0 called {counts[0]} collectives, rank 1 called {counts[1]}: one rank stopped"
+            "Rank 0 called {counts[0]} collectives, rank 1 called {counts[1]}: one rank stopped"
             " waiting only because the other one had ended.",
-            f"rank 0 调用了 {counts[0]} 次集合通信操作，rank 1 调用了 {counts[1]} 次："
-            "一个 rank 不再等待，只是因为另一个已经结束。",
+            counts=counts,
         )
 
 
@@ -551,19 +512,13 @@ def sent_per_step(rank):
     sent = gradient_messages(rank)
     count = len(steps(rank))
     size = sum(message.size for message in sent) / count
-    return say(
-        f"{len(sent) / count:g} with {size:,.0f} bytes",
-        f"{len(sent) / count:g} 条，共 {size:,.0f} 字节",
-    )
+    return say("{count:g} with {size:,.0f} bytes", count=len(sent) / count, size=size)
 
 
 def refuse_repeated_run(ranks, again):
     """Refuse a program whose second run did not end with the weights of the first."""
     if not same(steps(ranks[0])[-1].weights, steps(again[0])[-1].weights):
-        refuse(
-            "Two runs of the program end with different weights: their random numbers differ.",
-            "程序运行两次，最后的权重不同：两次的随机数不一样。",
-        )
+        refuse("Two runs of the program end with different weights: their random numbers differ.")
 
 
 def listed(numbers):
@@ -577,12 +532,12 @@ def listed(numbers):
     texts = []
     for first, last in parts:
         if last > first + 1:
-            texts.append(say(f"{first} to {last}", f"{first} 到 {last}"))
+            texts.append(say("{first} to {last}", first=first, last=last))
         else:
             texts += map(str, range(first, last + 1))
     if len(texts) > 6:
         texts = [*texts[:5], "..."]
-    return say(", ", "、").join(texts)
+    return joined("{before}, {after}", texts)
 
 
 def weights_of(module):

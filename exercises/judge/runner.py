@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-EXERCISES = Path(__file__).resolve().parent.parent
+from exercises.sentences import Sentence
+
 LIMIT = 60  # seconds for a program that computes; one that waits is stopped earlier
 STILL = 3  # seconds without progress of any rank after which they are said to hang
 IDLE = 0.05  # fraction of a core below which a rank waits; its reports need less
@@ -139,12 +140,6 @@ def watch(ranks, limit):
             return "limit"
 
 
-def folder_of(number):
-    """Return the folder of an exercise."""
-    (folder,) = EXERCISES.glob(f"{number:02}_*")
-    return folder
-
-
 def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -155,17 +150,16 @@ class Answer(NamedTuple):
     """What check.py says about a program."""
 
     passed: bool
-    text: str
+    sentence: Sentence
     output: str  # of all ranks
 
 
-def check(number, program, language="en", limit=LIMIT):
-    """Run the program of exercise `number` as often as its check wants, and judge it.
+def check(exercise, program, limit=LIMIT):
+    """Run the program of an exercise as often as its check wants, and judge it.
 
     Args:
-        number: of the exercise.
+        exercise: folder of the exercise.
         program: path of the reader's file.
-        language: "en" or "zh", of the answer.
         limit: seconds for each run.
 
     Returns:
@@ -174,14 +168,14 @@ def check(number, program, language="en", limit=LIMIT):
     program = Path(program).resolve()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for k, setup in enumerate(ask("setups", number)):
+        for k, setup in enumerate(ask("setups", exercise)):
             place = Path(folder, str(k))
             place.mkdir()
-            compared = folder_of(number) / setup.program
+            compared = exercise / setup.program
             results.append(run(compared if setup.program else program, setup, place, limit))
             if results[-1] in ("hangs", "limit"):  # the answer will say so
                 break
-        return Answer(*ask("judge", number, str(program), language, results, folder))
+        return Answer(*ask("judge", exercise, str(program), results, folder))
 
 
 def ask(function, *arguments):

@@ -4,12 +4,14 @@ mends.py of an exercise has mends of its program, right and wrong, as a reader m
 Each is run: a check that passes a wrong mend is worse than none.
 """
 
+import ast
 import json
 import re
 import runpy
 import signal
 import sys
 import time
+from string import Formatter
 
 import psutil
 import pytest
@@ -17,22 +19,23 @@ import ranks
 from processes import ROOT, finished, gone, read_until, start
 
 from exercises import check as check_command
-from exercises import chinese, english, patch
+from exercises import patch
 from exercises.judge import judging, runner
-from exercises.judge.runner import folder_of
+from exercises.sentences import CHINESE, text_of
+from exercises.texts import FOLDERS, read_text
 
 # All tests of one pytest process fork from one server. It preloads what was asked for last: ask for
 # the modules of both.
 ranks.context.set_forkserver_preload([*ranks.PRELOAD, *runner.MODULES])
 
-NUMBERS = sorted(english.TEXTS)
-CHINESE = re.compile(r"[\u4e00-\u9fff]")
+NUMBERS = list(FOLDERS)
+IS_CHINESE = re.compile(r"[\u4e00-\u9fff]")
 MINE = "01_same_images.py"
 
 
 def mended(number, replacements):
     """The program of an exercise with some of its text replaced."""
-    text = (folder_of(number) / "program.py").read_text()
+    text = (FOLDERS[number] / "program.py").read_text()
     for old, new in replacements:
         assert text.count(old) == 1, f"{text.count(old)} times in the program: {old}"
         text = text.replace(old, new)
@@ -41,12 +44,12 @@ def mended(number, replacements):
 
 def solution(number):
     """The program of an exercise with the patch of its folder applied."""
-    return patch.apply((folder_of(number) / "solution.patch").read_text(), mended(number, []))
+    return patch.apply((FOLDERS[number] / "solution.patch").read_text(), mended(number, []))
 
 
 @pytest.fixture
 def judge(tmp_path, monkeypatch):
-    """A function that runs a program as an exercise. Returns its Answers in English and Chinese.
+    """A function that runs a program as an exercise. Returns its Answer.
 
     The records of the ranks are judged in this process, which spares three forks of each run.
     """
@@ -54,16 +57,8 @@ def judge(tmp_path, monkeypatch):
     def judge(number, text):
         path = tmp_path / check_command.name_of(number)
         path.write_text(text)
-        in_chinese = []
-
-        def ask(function, *arguments):
-            if function == "judge":
-                number, program, _, *rest = arguments
-                in_chinese.append(runner.Answer(*judging.judge(number, program, "zh", *rest)))
-            return getattr(judging, function)(*arguments)
-
-        monkeypatch.setattr(runner, "ask", ask)
-        return runner.check(number, path), *in_chinese
+        monkeypatch.setattr(runner, "ask", lambda name, *given: getattr(judging, name)(*given))
+        return runner.check(FOLDERS[number], path)
 
     return judge
 
@@ -72,17 +67,17 @@ def judge(tmp_path, monkeypatch):
 
 
 def unexpected(judge, number, programs):
-    """The programs that the check does not judge as expected: (name, answers).
+    """The programs that the check does not judge as expected: (name, answer, text).
 
     Each program is (name, text, words that the answer must contain, or None if it must pass).
     """
     found = []
     for name, text, words in programs:
-        answer, in_chinese = judge(number, text)
-        as_expected = answer.passed == (words is None) and (words or "") in answer.text
-        in_both = answer.passed == in_chinese.passed and CHINESE.search(in_chinese.text)
-        if not (as_expected and in_both and answer.text):
-            found.append((name, answer, in_chinese))
+        answer = judge(number, text)
+        in_english, in_chinese = (text_of(answer.sentence, language) for language in ("en", "zh"))
+        as_expected = answer.passed == (words is None) and (words or "") in in_english
+        if not (as_expected and IS_CHINESE.search(in_chinese)):
+            found.append((name, answer, in_english, in_chinese))
     return found
 
 
@@ -95,13 +90,13 @@ def test_a_check_refuses_the_broken_program_and_passes_the_solution(judge, numbe
 
 def test_a_patch_is_refused_by_a_text_that_it_does_not_match():
     with pytest.raises(ValueError, match="line 11 of the text differs"):
-        patch.apply((folder_of(1) / "solution.patch").read_text(), mended(2, []))
+        patch.apply((FOLDERS[1] / "solution.patch").read_text(), mended(2, []))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_check_passes_right_mends_and_refuses_wrong_ones(judge, number):
-    mends = runpy.run_path(folder_of(number) / "mends.py")
+    mends = runpy.run_path(FOLDERS[number] / "mends.py")
     programs = []
     for name, replacements in mends["RIGHT"].items():
         programs.append((f"right: {name}", mended(number, replacements), None))
@@ -142,11 +137,13 @@ def test_a_program_that_fails_is_refused_with_a_sentence(judge, code, words):
 
 
 def test_a_program_that_hangs_is_stopped_and_the_page_shows_the_answer(judge):
-    answer, in_chinese = judge(5, mended(5, []))
-    assert not answer.passed and answer.text.startswith("The ranks wait for each other forever")
-    assert "rank 0 在第 27 行 `dist.all_reduce(correct)` 等待" in in_chinese.text
+    answer = judge(5, mended(5, []))
+    text = text_of(answer.sentence, "en")
+    assert not answer.passed and text.startswith("The ranks wait for each other forever")
+    in_chinese = text_of(answer.sentence, "zh")
+    assert "rank 0 在第 27 行 `dist.all_reduce(correct)` 等待" in in_chinese
     for page in ("docs/exercises.md", "docs/zh/exercises.md"):
-        assert joined(f"not yet: {answer.text}") in joined((ROOT / page).read_text())
+        assert joined(f"not yet: {text}") in joined((ROOT / page).read_text())
     assert ranks_left() == []
 
 
@@ -169,10 +166,40 @@ def is_server(process):
 def test_random_numbers_begin_differently_on_each_rank_as_in_processes_of_their_own(judge):
     lines = "import numpy as np\nprint('drawn', torch.rand(1).item(), np.random.rand())"
     text = solution_with(lines, at="torch.manual_seed(0)\n")
-    answer, _ = judge(1, text)
+    answer = judge(1, text)
     assert answer.passed, answer
     first, second = re.findall(r"drawn (\S+) (\S+)", answer.output)
     assert first[0] != second[0] and first[1] != second[1]
+
+
+# Sentences and texts
+
+ENGLISH, IN_CHINESE = (
+    {number: read_text(folder, language) for number, folder in FOLDERS.items()}
+    for language in ("en", "zh")
+)
+
+
+def test_each_sentence_has_its_values_in_both_languages():
+    translations = json.loads(CHINESE.read_text(encoding="utf-8"))
+    said, constants = set(), set()
+    files = (ROOT / "exercises").rglob("*.py")
+    for file in (file for file in files if file.parent.name != "mine"):  # a reader's
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant):
+                constants.add(node.value)
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in ("say", "refuse", "self.print") and isinstance(node.args[0], ast.Constant):
+                template = node.args[0].value
+                said.add(template)
+                assert values_of(template) == {keyword.arg for keyword in node.keywords}, template
+    assert said <= set(translations) <= constants
+    for template, chinese in translations.items():
+        assert values_of(template) == values_of(chinese), template
+
+
+def values_of(template):
+    return {name.split("[")[0] for _, name, _, _ in Formatter().parse(template) if name}
 
 
 # The command line
@@ -211,9 +238,9 @@ def solve(folder, number):
 def test_the_first_call_lists_the_exercises_and_creates_the_file_of_the_first(check, tmp_path):
     code, out = check()
     assert code == 0
-    for number, text in english.TEXTS.items():
+    for number, text in ENGLISH.items():
         assert f"  {number:2} {text.title}\n" in out
-    assert "Exercise 1: Sharing the images" in out and english.TEXTS[1].task in out
+    assert "Exercise 1: Sharing the images" in out and ENGLISH[1].task in out
     assert [path.name for path in tmp_path.iterdir()] == [MINE]
     assert (tmp_path / MINE).read_text() == mended(1, [])
 
@@ -239,10 +266,10 @@ def test_an_exercise_that_has_passed_makes_the_next_one_next(check, tmp_path):
     solve(tmp_path, 4)
     code, out = check(4)
     assert code == 0 and "passed: on two machines with two GPUs" in out, out
-    assert english.TEXTS[4].why in out and "The next one: python exercises/check.py 5 " in out
+    assert ENGLISH[4].why in out and "The next one: python exercises/check.py 5 " in out
     assert json.loads(passed.read_text()) == [1, 2, 3, 4]
     out = check()[1]
-    assert f"*  4 {english.TEXTS[4].title}\n" in out and "Exercise 5: " in out
+    assert f"*  4 {ENGLISH[4].title}\n" in out and "Exercise 5: " in out
     (tmp_path / check_command.name_of(4)).write_text("device = None\n")
     assert check(4)[0] == 1
     assert json.loads(passed.read_text()) == [1, 2, 3]
@@ -266,7 +293,7 @@ def test_reset_begins_again_and_keeps_the_files_of_the_reader(check, tmp_path):
 
 def test_each_exercise_has_a_hint_and_a_solution_in_both_languages(check):
     found = []
-    for texts, folder, flags in ((english.TEXTS, "docs", []), (chinese.TEXTS, "docs/zh", ["--zh"])):
+    for texts, folder, flags in ((ENGLISH, "docs", []), (IN_CHINESE, "docs/zh", ["--zh"])):
         for number in NUMBERS:
             file, section = texts[number].page
             headings = re.findall(r"^#+ (.+)$", (ROOT / folder / file).read_text(), re.M)
@@ -297,13 +324,13 @@ def test_a_wrong_command_ends_with_exit_code_2(check):
 def test_chinese_is_spoken_if_asked_for_or_if_the_locale_is_chinese(check, tmp_path, monkeypatch):
     mine = tmp_path / MINE
     by_flag = check("--zh")
-    assert by_flag[0] == 0 and chinese.TEXTS[1].title in by_flag[1]
-    assert mine.read_text().startswith(f'"""{chinese.TEXTS[1].task}\n"""')
+    assert by_flag[0] == 0 and IN_CHINESE[1].title in by_flag[1]
+    assert mine.read_text().startswith(f'"""{IN_CHINESE[1].task}\n"""')
     mine.unlink()
     monkeypatch.setenv("LANG", "zh_CN.UTF-8")
     out = check()[1]
-    assert chinese.TEXTS[1].title in out and english.TEXTS[1].title not in out
-    assert mine.read_text().startswith(f'"""{chinese.TEXTS[1].task}\n"""')
+    assert IN_CHINESE[1].title in out and ENGLISH[1].title not in out
+    assert mine.read_text().startswith(f'"""{IN_CHINESE[1].task}\n"""')
     code, out = check(4)
     assert code == 1 and "还不对：rank 2 选择了 cuda:2" in out
 

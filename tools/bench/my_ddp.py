@@ -37,7 +37,8 @@ from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError, one_line_errors
 from common.models import build_model
 from exercises import patch
-from tools.bench.measure import ROOT, WARMUP, fields, first_batch, parse_args, step_seconds
+from exercises.texts import FOLDERS
+from tools.bench.measure import WARMUP, fields, first_batch, parse_args, step_seconds
 from tools.bench.memory import bytes_sent
 from tools.records import append, group, spread
 
@@ -79,9 +80,8 @@ def variants():
 
 def solution(number):
     """Return {name: value} of what a solution defines before it starts to train."""
-    (folder,) = (ROOT / "exercises").glob(f"{number}_*")
-    program = folder / "program.py"
-    solved = patch.apply((folder / "solution.patch").read_text(), program.read_text())
+    program = FOLDERS[number] / "program.py"
+    solved = patch.apply((FOLDERS[number] / "solution.patch").read_text(), program.read_text())
     definitions, _ = solved.split("\ndist.init_process_group(")
     defined = {}
     exec(compile(definitions, program, "exec"), defined)

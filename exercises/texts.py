@@ -1,0 +1,40 @@
+"""What each exercise is about, read from the files of its folder."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+# number: folder
+FOLDERS = {
+    int(folder.name[:2]): folder
+    for folder in sorted(Path(__file__).resolve().parent.glob("[0-9][0-9]_*"))
+}
+
+
+class Text(NamedTuple):
+    """The texts of an exercise."""
+
+    title: str
+    task: str  # what the program should do, and what one sees instead; its docstring
+    hint: str
+    page: tuple  # where to read: file in docs/, title of the section
+    why: str  # what was wrong, for --solution
+
+
+def read_text(folder, language):
+    """Return the Text of an exercise in "en" or "zh". The English task is in the program."""
+    file = folder / ("text.zh.md" if language == "zh" else "text.md")
+    title, *sections = re.split("^#+ ", file.read_text(encoding="utf-8"), flags=re.M)[1:]
+    task, _ = split_docstring((folder / "program.py").read_text())
+    parts = {"task": task}
+    for section in sections:
+        heading, _, body = section.partition("\n")
+        parts[heading.lower()] = body.strip()
+    page = tuple(parts.pop("page").split(": ", 1))
+    return Text(title.strip(), page=page, **parts)
+
+
+def split_docstring(source):
+    """Return the docstring of a program, and the code after it."""
+    _, docstring, code = source.split('"""', 2)
+    return docstring.strip(), code
