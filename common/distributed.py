@@ -79,7 +79,7 @@ class Ranks(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where rank 0 listens. Its store refuses ranks of another job, if the launcher names jobs."""
+    """Where rank 0 listens. Ranks of another job leave its store, if the launcher names jobs."""
 
     host: str
     port: int
@@ -288,9 +288,11 @@ def check_launch(launcher):
     if launcher == "python" and is_spawned:
         parent = "the process that spawned this one has not set RANK and the like"
         log.warning("running as one process: %s", parent)
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    if launcher == "python" and tasks != "1":
-        log.warning("running as one process, though SLURM_NTASKS=%s: srun python %s", tasks, SCRIPT)
+    in_job = os.environ.get("SLURM_NTASKS", "1")
+    if launcher == "python" and in_job != "1":
+        log.warning(
+            "running as one process, though SLURM_NTASKS=%s: srun python %s", in_job, SCRIPT
+        )
     if launcher == "torchrun" and {"TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"} <= set(
         os.environ
     ):
@@ -304,15 +306,16 @@ def check_launch(launcher):
         if nodes > 1 and is_alone and os.environ["LOCAL_RANK"] == "0":
             command = f"torchrun --nnodes={nodes}"
             log.warning("each of %d machines trains alone: for one run of all, %s", nodes, command)
-    # If PyTorchJob sets this, its WORLD_SIZE counts processes, and PET_NNODES the machines.
-    per_pod = os.environ.get("PET_NPROC_PER_NODE", "")
-    n = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
-    if launcher == "nodes" and n > 1:
+    if launcher == "nodes":
+        # If PyTorchJob sets this, its WORLD_SIZE counts processes, and PET_NNODES the machines.
+        per_pod = os.environ.get("PET_NPROC_PER_NODE", "")
+        n = max(torch.accelerator.device_count(), int(per_pod) if per_pod.isdigit() else 1)
         found = f"RANK without LOCAL_RANK counts machines, and this one should run {n} processes"
-        nodes = "$PET_NNODES" if per_pod else "$WORLD_SIZE"
-        command = f"torchrun --nnodes={nodes} --node-rank=$RANK --nproc-per-node={n}"
+        machines = "$PET_NNODES" if per_pod else "$WORLD_SIZE"
+        command = f"torchrun --nnodes={machines} --node-rank=$RANK --nproc-per-node={n}"
         command += f" --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT {SCRIPT}"
-        raise LaunchError(found, "torchrun", command)
+        if n > 1:
+            raise LaunchError(found, "torchrun", command)
 
 
 # Which device
@@ -322,9 +325,10 @@ def setup_device(local_rank, local_world_size):
     """Set the number of threads, and return this process's GPU, made the current one, or the CPU.
 
     A process that sees one GPU takes it whatever its local rank: Slurm, for one, can bind a GPU to
-    each task. Other accelerators with a backend of their own are treated like GPUs; only a pretend
-    one has been tried. Apple's mps has no backend, so the CPU is used. Threads share the cores,
-    unless OMP_NUM_THREADS is set. LaunchError: more processes than GPUs.
+    each task. Outside of torchrun nobody notices here that several share it; NCCL does. Other
+    accelerators with a backend of their own are treated like GPUs; only a pretend one has been
+    tried. Apple's mps has no backend, so the CPU is used. Threads share the cores, unless
+    OMP_NUM_THREADS is set. LaunchError: more processes than GPUs.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_process(local_world_size))
@@ -344,7 +348,7 @@ def setup_device(local_rank, local_world_size):
 
 
 def check_gpus(count, is_own, local_world_size):
-    """Raise LaunchError if GPUs would stay idle in a Slurm task, or two processes share one."""
+    """Raise LaunchError if GPUs would stay idle in a Slurm task, or there are too few."""
     is_task = {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= os.environ.keys()
     if {"LOCAL_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():
         is_task = False  # a torchrun or mpirun in the task started this process
@@ -446,7 +450,7 @@ def slurm_tasks_here():
 
 def free_port():
     """Return a port of this machine on which nobody listens now."""
-    for port in random.sample(PORTS, 100):
+    for port in random.SystemRandom().sample(PORTS, 100):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("", port))
             return port
@@ -470,11 +474,13 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT):
         store = open_store(address, rank, world_size, timeout)
         store.add(ranks_here(), 1)
         process = f"process {os.getpid()} on {socket.gethostname()}"
+        problem = None
         if store.add(f"claims to rank {rank}", 1) > 1:
             other = store.get(f"rank {rank}").decode()
             found = f"rank {rank} is claimed twice, by {other} and {process}"
             command = "give each process its own rank, each machine its own node rank"
-            publish(store, LaunchError(found, "one process", f"{command}, and launch once"))
+            problem = LaunchError(found, "one process", f"{command}, and launch once")
+            publish(store, problem)
         else:
             store.set(f"rank {rank}", process)
             if store.add("ranks", 1) == world_size:  # this was the last one
@@ -482,6 +488,8 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT):
         if rank == 0:
             wait_for_verdict(store, world_size, address, timeout)
         verdict = json.loads(store.get("verdict"))  # waits for it
+        if problem and not verdict:  # all had joined before this process came
+            verdict = problem.args
     except RuntimeError as error:
         found = f"lost rank 0, which kept the store at {address}"
         raise LaunchError(found, "it to wait for all ranks", "read its own message") from error
@@ -516,8 +524,9 @@ def wait_for_verdict(store, world_size, address, timeout):
         names = "a rank that fell silent while it joined"
         if missing:
             names = f"ranks {', '.join(missing)} of {world_size}"
-        log.warning("rank 0 at %s is waiting for %s", address, names)
-        if time.monotonic() > deadline:
+        if time.monotonic() < deadline:
+            log.warning("rank 0 at %s is waiting for %s", address, names)
+        else:
             found = f"{names} did not join rank 0 on {socket.gethostname()} at {address}"
             publish(store, LaunchError(found, f"all within {timeout}", "see whether they run"))
         warn_at = deadline
@@ -538,7 +547,7 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
     concurrent.futures.wait([connection], min(seconds, WARN_AFTER))
     if not connection.done():
         reason = find_obstacle(address, job)
-        log.warning("rank %d is waiting for rank 0 at %s (%s)", rank, address, reason)
+        log.warning("rank %d is waiting for the store of rank 0 at %s (%s)", rank, address, reason)
         concurrent.futures.wait([connection], max(0, seconds - WARN_AFTER))
     if not connection.done():
         found = f"rank {rank} could not reach rank 0 at {address} ({find_obstacle(address, job)})"
@@ -573,7 +582,7 @@ def connect(address, rank, job, connection):
         if rank == 0:
             store.set("job", job)
         connection.set_result((store, store.get("job").decode()))
-    except RuntimeError as error:
+    except Exception as error:
         connection.set_exception(error)
 
 
@@ -610,6 +619,7 @@ def end_process(error):
     code = (error.code or 0) if isinstance(error, SystemExit) else None
     if not isinstance(code, int):
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)

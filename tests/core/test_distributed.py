@@ -315,13 +315,23 @@ def test_ranks_meet_whoever_comes_first(monkeypatch, caplog):
     assert all(isinstance(store, dist.Store) for store in stores), stores
     stores[0].set("greeting", "hello")
     assert stores[1].get("greeting") == stores[2].get("greeting") == b"hello"
-    assert re.search(r"rank 2 is waiting for rank 0 at localhost:\d+ \(.* refused\)", caplog.text)
+    assert re.search(
+        r"rank 2 is waiting for the store of rank 0 at localhost:\d+ \(.* refused\)", caplog.text
+    )
 
 
 def test_a_rank_that_is_there_twice_is_named_to_all():
     """Also to rank 2, which joins after rank 0 has read of it."""
     late = meet(4, [0, 1, 1, 2], timeout=10, before=lambda rank: time.sleep(0.7 * (rank == 2)))
     assert all("rank 1 is claimed twice, by process" in result for result in late), late
+
+
+def test_a_rank_that_comes_once_more_is_named_to_itself():
+    """The others have met, and train."""
+    port = free_port()
+    stores = meet(2, [0, 1], port)
+    (result,) = meet(2, [1], port)
+    assert "rank 1 is claimed twice, by process" in result and len(stores) == 2
 
 
 def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
@@ -384,7 +394,7 @@ def test_a_name_that_is_unknown_is_waited_for_and_named(monkeypatch, caplog):
     monkeypatch.setattr(socket, "getaddrinfo", late)
     stores = meet(2, [0, 1])
     assert all(isinstance(store, dist.Store) for store in stores), stores
-    found = r"rank 1 is waiting for rank 0 at localhost:\d+ \(.*Name or service not known\)"
+    found = r"rank 1 is waiting for the store of rank 0 at localhost:\d+ \(.*service not known\)"
     assert re.search(found, caplog.text)
 
 

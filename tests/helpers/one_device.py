@@ -17,17 +17,13 @@ def share_device(rank):
     """Give device 0 to every rank, and gloo where the backend would be NCCL."""
     from common import distributed
 
-    def setup_device(rank, size, environment=None, original=distributed.setup_device):
-        return original(0, 1, environment)
+    def setup_device(rank, size, original=distributed.setup_device):
+        return original(0, 1)
 
     def default_backend(device, original=dist.get_default_backend_for_device):
         return "gloo" if device.type == "cuda" else original(device)
 
-    def claim(store, thing, original=distributed.claim):
-        return None if thing.startswith("GPU") else original(store, thing)
-
     distributed.setup_device = setup_device
-    distributed.claim = claim
     dist.get_default_backend_for_device = default_backend
 
 
