@@ -8,12 +8,12 @@ import socket
 import torch
 
 from common.flags import add_flags, launched_copies, number, shared_flags, warn, whole_number
-from common.other_flags import OF_03_TO_05, OF_04
+from common.other_flags import OF_01_TO_05, OF_04
 
 
 def parse_ddp_args(doc):
     """Parse the flags of 03 and 05: those of 01, and --sync-bn."""
-    parser = _ddp_flags(doc, OF_03_TO_05)
+    parser = _ddp_flags(doc, OF_01_TO_05)
     args = parser.parse_args()
     _warn_of_restarts(parser, "06_imagenet.py --resume continues")
     return args
@@ -21,7 +21,7 @@ def parse_ddp_args(doc):
 
 def parse_fsdp_args(doc):
     """Parse the flags of 07: those of 03, and those of a sharded model."""
-    parser = _ddp_flags(doc, OF_03_TO_05)
+    parser = _ddp_flags(doc, OF_01_TO_05)
     # fmt: off
     add_flags(parser, [
         ("--shard-size N", whole_number(1), None,

@@ -17,7 +17,8 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         doc: the docstring of the script, printed by --help.
-        others: {name of a training: its flags}, see common/other_flags.py.
+        others: list of str, which tables of other trainings to look into, see
+            common/other_flags.py.
     """
 
     def __init__(self, doc, others=None, **options):
@@ -32,7 +33,7 @@ class Parser(argparse.ArgumentParser):
                 return super()._get_help_string(action)
 
         super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
-        self.others = others or {}
+        self.others = others or []
         self.words = []  # of the command line
 
     def parse_known_args(self, args=None, namespace=None):

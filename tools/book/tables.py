@@ -4,7 +4,6 @@ the pages.
 
 from statistics import mean
 
-from common import other_flags
 from tools.book import gpu_figures
 from tools.records import group, hardware, published, ratios, records, select, spread
 
@@ -123,29 +122,6 @@ def launch():
     return by_hardware(select(records("ddp"), bench="launch"), render)
 
 
-def flags():
-    """Make the tables of the flags of other trainings, and what to type for 06."""
-    tables = other_flags.OF_06.items()
-    return "\n\n".join(other_table(name, "`06_imagenet.py`", rows) for name, rows in tables)
-
-
-def flags_of_rungs():
-    """Make the same tables for 01 to 05."""
-    there = other_flags.MNIST + other_flags.COURSE + other_flags.SYNC_BN
-    return "\n\n".join(
-        [
-            other_table("MNIST examples, courses", "`01_snsc.py` to `05_mnmc_ddp_slurm.py`", there),
-            other_table("scripts with mp.spawn", "`04_mnmc_ddp_mp.py`", other_flags.SPAWN),
-        ]
-    )
-
-
-def other_table(there, here, pairs):
-    """Make a table of what is typed there and here."""
-    rows = [(theirs, ours if other_flags.is_prose(ours) else f"`{ours}`") for theirs, ours in pairs]
-    return table((there, here), rows)
-
-
 def memory():
     """Make the table of the memory, the bytes sent and the speed of DDP and FSDP:
     tools/bench/memory.py.
@@ -221,8 +197,6 @@ TABLES = (
     launch,
     memory,
     my_ddp,
-    flags,
-    flags_of_rungs,
     gpu,
 )
 TABLES = {function.__name__: function for function in TABLES}

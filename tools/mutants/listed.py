@@ -538,6 +538,7 @@ MUTANTS = [
     ),
     *mutants("common/other_flags.py",
         ("None if name in known else find_row", "find_row", "a flag of ours is not one of others"),
+        ("all(flag in known for flag in flags) and name", "name", "01 is never led to --sync-bn"),
         ('name.replace("_", "-") + equals', "name + equals", "--batch_size is --batch-size"),
     ),
     *mutants("imagenet/model.py",
