@@ -27,8 +27,6 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import math
-import os
 import warnings
 
 import torch
@@ -45,7 +43,8 @@ from imagenet.datasets import build_datasets
 from imagenet.finetune import freeze, start_from, train_mode
 from imagenet.flags import AMP_DTYPES, parse_args
 from imagenet.loader import DeviceLoader, build_normalize
-from imagenet.model import AveragedModel, build_model, parameter_groups, start_momentum
+from imagenet.model import AveragedModel, build_model, make_deterministic
+from imagenet.optimizer import build_optimizer, learning_rate, start_momentum
 from imagenet.progress import Evaluation, Progress
 from imagenet.sampler import GlobalBatchSampler, micro_batches
 from imagenet.votes import Stopped, Votes
@@ -70,7 +69,7 @@ def main(args):
     checkpoints = Checkpoints(args.checkpoints_path, d, cpu_group, args.keep, patience)
     state, path = checkpoints.load() if args.resume else (None, None)
     check_same_run(args, d, checkpoints, len(train_set), state, path)
-    accumulate, micro_batch = micro_batches(args, d.world_size, state)
+    accumulate, micro_batch_size = micro_batches(args, d.world_size, state)
 
     # 1. define model
     torch.manual_seed(args.seed)  # the same weights on every rank
@@ -86,7 +85,7 @@ def main(args):
     ddp = wrap_model(model, args.deterministic) if d.world_size > 1 else model
 
     # 2. define dataloader
-    # Evaluation accumulates too: its batches are cut into pieces that fit in memory.
+    # Evaluation has micro-batches too: a whole batch may not fit into the memory.
     train_sampler = GlobalBatchSampler(
         len(train_set), args.batch_size, d.rank, d.world_size, accumulate, seed=args.seed
     )
@@ -104,16 +103,7 @@ def main(args):
     optimizer = build_optimizer(model, args, d.device)
     scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
     run = Run(
-        args=args,
-        d=d,
-        model=model,
-        ema=ema,
-        ddp=ddp,
-        criterion=criterion,
-        optimizer=optimizer,
-        scaler=scaler,
-        sampler=train_sampler,
-        micro_batch=micro_batch,
+        args, d, model, ema, ddp, criterion, optimizer, scaler, train_sampler, micro_batch_size
     )
     if state:
         run.load_state_dict(state, path)
@@ -172,11 +162,11 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
-        for micro in range(run.accumulate):
+        for micro_batch in range(run.accumulate):
             images, targets = next(batches)
             # Dropout depends on the position in the training: there is no random state to save.
-            torch.manual_seed(dropout_seed(args.seed, epoch, step, micro, d.rank))
-            more_follow = d.world_size > 1 and micro + 1 < run.accumulate
+            torch.manual_seed(hash((args.seed, epoch, step, micro_batch, d.rank)))
+            more_follow = d.world_size > 1 and micro_batch + 1 < run.accumulate
             with run.ddp.no_sync() if more_follow else contextlib.nullcontext():
                 with run.autocast():
                     outputs = run.ddp(run.prepare(images))
@@ -250,7 +240,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     sampler: GlobalBatchSampler  # of the training set
-    micro_batch: int  # images in a micro-batch on one rank, at most
+    micro_batch_size: int  # images in a micro-batch on one rank, at most
     steps_done: int = 0  # training steps, of all epochs
     best: float | None = None  # top-1 in %
 
@@ -293,7 +283,7 @@ class Run:
             "totals": sum_over_ranks(self.totals),
             "best": self.best,
             "accumulate": self.accumulate,
-            "micro_batch": self.micro_batch,
+            "micro_batch": self.micro_batch_size,
             "world_size": self.d.world_size,
             "images": self.sampler.images,
             "flags": {name: str(value) for name, value in vars(self.args).items()},
@@ -320,13 +310,6 @@ class Run:
             self.scaler.load_state_dict(state["scaler"])
 
 
-def make_deterministic(deterministic):
-    torch.backends.cudnn.benchmark = not deterministic
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
 def wrap_model(model, deterministic):
     """Wrap the model in DistributedDataParallel.
 
@@ -341,36 +324,6 @@ def wrap_model(model, deterministic):
     # which is deprecated, False would leave out the first broadcast too.)
     ddp.broadcast_buffers = False
     return ddp
-
-
-def build_optimizer(model, args, device):
-    """Return SGD with Nesterov momentum. train_epoch() sets its learning rate in every step."""
-    groups = parameter_groups(model, args.weight_decay)
-    nesterov = args.momentum > 0
-    fused = device.type != "cpu"  # one kernel for all weights
-    return torch.optim.SGD(groups, lr=0, momentum=args.momentum, nesterov=nesterov, fused=fused)
-
-
-def learning_rate(args, epoch):
-    """Return the learning rate at an epoch, where 2.5 is halfway through the third.
-
-    Linear scaling and warm-up: Goyal et al., "Accurate, Large Minibatch SGD", 2017. Cosine:
-    Loshchilov and Hutter, "SGDR", 2016, without restarts; multiplied by the warm-up, as in pycls.
-    """
-    lr = args.lr * args.batch_size / 256
-    if args.schedule == "cosine":
-        share = (1 + math.cos(math.pi * epoch / args.epochs)) / 2
-        lr *= args.final_lr + (1 - args.final_lr) * share
-    else:
-        lr = lr * 0.1 ** (epoch // args.step_epochs)
-    if epoch < args.warmup_epochs:
-        lr *= args.warmup_factor + (1 - args.warmup_factor) * epoch / args.warmup_epochs
-    return lr
-
-
-def dropout_seed(*position):
-    """Return a seed made from whole numbers: of the run, and of a micro-batch in it."""
-    return hash(position)
 
 
 def evaluation_due(args, epoch):

@@ -1,13 +1,21 @@
-"""What 06 adds to common.models: timm's models, averaged weights, parameter groups, momentum."""
+"""What 06 adds to common.models: timm's models, deterministic training, averaged weights."""
 
 import copy
 import itertools
+import os
 
 import torch
 from torch import nn
 
 from common.errors import UserError
 from common.models import build_model as build_common_model
+
+
+def make_deterministic(deterministic):
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def build_model(args, dataset):
@@ -87,30 +95,3 @@ class AveragedModel:
         """Copy the integer buffers, such as batch norm's number of batches."""
         for mine, current in self.counters:
             mine.copy_(current)
-
-
-def parameter_groups(model, weight_decay):
-    """Return two groups: weights, which decay; norms and biases, which it would not help."""
-    trained = [p for p in model.parameters() if p.requires_grad]  # not those of --freeze
-    weights = [p for p in trained if p.ndim > 1]
-    norms_and_biases = [p for p in trained if p.ndim <= 1]
-    return [
-        {"params": weights, "weight_decay": weight_decay},
-        {"params": norms_and_biases, "weight_decay": 0.0},
-    ]
-
-
-def start_momentum(optimizer):
-    """Give every weight its momentum, zero at first, in the memory format of the weight.
-
-    A fused SGD allocates it in the first step, and writes nothing after an overflow in fp16: what
-    was in this memory would be the momentum. And it refuses a momentum in another memory format, as
-    in a checkpoint from before --channels-last.
-    """
-    for group in optimizer.param_groups:
-        for weight in group["params"] if group["momentum"] else []:
-            momentum = torch.zeros_like(weight)
-            saved = optimizer.state[weight].get("momentum_buffer")
-            if saved is not None:
-                momentum.copy_(saved)
-            optimizer.state[weight]["momentum_buffer"] = momentum

@@ -8,8 +8,8 @@ import torch
 class GlobalBatchSampler:
     """A batch_sampler that gives every rank its share of each global batch.
 
-    The images of an epoch and of each of its steps depend only on the seed and the epoch. Ranks and
-    micro-batches cut the images of a step into pieces of nearly equal size, so a rank more or less
+    The images of an epoch and of each of its steps depend only on the seed and the epoch. The
+    micro-batches of a step, of all ranks together, have nearly equal sizes, so a rank more or less
     changes nothing else. Every image is used exactly once: the N images of an epoch make ceil(N /
     batch_size) steps of nearly equal size, without a small last one. (DistributedSampler repeats
     images, drop_last leaves some out.)
@@ -50,28 +50,28 @@ class GlobalBatchSampler:
 
     def piece_sizes(self):
         """Return the smallest and the largest number of images of a micro-batch on one rank."""
-        pieces = self.world_size * self.accumulate
+        micro_batches = self.world_size * self.accumulate
         largest_step = math.ceil(self.images / self.steps)
-        return self.images // self.steps // pieces, math.ceil(largest_step / pieces)
+        return self.images // self.steps // micro_batches, math.ceil(largest_step / micro_batches)
 
     def __iter__(self):
         order = range(self.images)
         if self.seed is not None:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.images, generator=generator).tolist()
-        pieces = self.world_size * self.accumulate
-        first_piece = self.rank * self.accumulate
+        micro_batches = self.world_size * self.accumulate
+        first = self.rank * self.accumulate  # micro-batch of this rank
         for step in range(self.first_step, self.steps):
             step_start = start_of(step, self.steps, self.images)
             size = self.step_size(step)
-            for piece in range(first_piece, first_piece + self.accumulate):
-                start = step_start + start_of(piece, pieces, size)
-                end = step_start + start_of(piece + 1, pieces, size)
+            for micro_batch in range(first, first + self.accumulate):
+                start = step_start + start_of(micro_batch, micro_batches, size)
+                end = step_start + start_of(micro_batch + 1, micro_batches, size)
                 yield [(self.epoch, index) for index in order[start:end]]
 
 
 def micro_batches(args, world_size, state):
-    """Return (accumulate, micro_batch): the micro-batches per step, and the images in one.
+    """Return (accumulate, micro_batch_size): the micro-batches per step, and the images in one.
 
     A resumed training keeps its own, unless --accumulate has changed. On another number of ranks,
     micro-batches stay at most as large as they were.
@@ -82,12 +82,12 @@ def micro_batches(args, world_size, state):
     is_kept = state and state["flags"].get("accumulate") in (None, str(args.accumulate))
     if not is_kept:
         return args.accumulate, math.ceil(args.batch_size / (world_size * args.accumulate))
-    micro_batch = state["micro_batch"]
+    micro_batch_size = state["micro_batch"]
     if world_size == state["world_size"]:
-        return state["accumulate"], micro_batch
-    return math.ceil(args.batch_size / (world_size * micro_batch)), micro_batch
+        return state["accumulate"], micro_batch_size
+    return math.ceil(args.batch_size / (world_size * micro_batch_size)), micro_batch_size
 
 
-def start_of(piece, pieces, count):
-    """Return where a piece begins when `count` items are cut into pieces of nearly equal size."""
-    return count * piece // pieces
+def start_of(part, parts, count):
+    """Return where a part begins when `count` items are cut into parts of nearly equal size."""
+    return count * part // parts

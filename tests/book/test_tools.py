@@ -120,7 +120,7 @@ LINES = {  # about as many as they have; a new concept needs a reason, not a new
     "03_mnmc_ddp_launch.py": 104,
     "04_mnmc_ddp_mp.py": 105,
     "05_mnmc_ddp_slurm.py": 107,
-    "06_imagenet.py": 390,
+    "06_imagenet.py": 342,
     "07_fsdp.py": 130,
 }
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from imagenet_runs import SMALL_06, final, parse_06, script
+from imagenet_runs import SMALL_06, final, parse_06
 from needs import need
 from ranks import Ranks, training_log
 
@@ -60,9 +60,9 @@ def test_dropout_differs_in_every_micro_batch_of_every_rank(observed):
     _, seeds = observed
     epochs = steps = micro_batches = ranks = (0, 1)
     places = itertools.product(epochs, steps, micro_batches, ranks)
-    assert sorted(seeds) == sorted(script.dropout_seed(SEED, *place) for place in places)
+    assert sorted(seeds) == sorted(hash((SEED, *place)) for place in places)
     assert len(set(seeds)) == 16
-    assert not {script.dropout_seed(SEED + 1, 0, 0, 0, 0)} & set(seeds)
+    assert not {hash((SEED + 1, 0, 0, 0, 0))} & set(seeds)
 
 
 def test_ranks_exchange_gradients_once_per_step(observed):
