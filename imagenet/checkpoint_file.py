@@ -21,6 +21,8 @@ from common.errors import one_line
 
 MARK = b"sha256:"
 TRAILER = len(MARK) + hashlib.sha256().digest_size * 2  # bytes
+# What torch.load raises for a file that it cannot read.
+UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError)
 
 
 class Damaged(Exception):
@@ -98,7 +100,7 @@ def decode(body):
     """
     try:
         state = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError) as error:
+    except UNREADABLE as error:
         reason = one_line(error)[:200]
         if "Weights only load failed" in str(error):
             reason = "it would run code"

@@ -1,13 +1,9 @@
 """Weights from a file, into a model."""
 
-import pickle
-
 import torch
 
 from common.errors import UserError, one_line
-from imagenet.checkpoint_file import Damaged, decode, has_checksum, read_file
-
-DAMAGE = (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, Damaged)
+from imagenet.checkpoint_file import UNREADABLE, Damaged, decode, has_checksum, read_file
 
 
 def load_weights(path):
@@ -28,7 +24,7 @@ def load_weights(path):
         reason = f"it holds a {type(weights).__name__}, not a state_dict"
     except OSError as error:
         reason = error.strerror
-    except DAMAGE as error:
+    except (*UNREADABLE, Damaged) as error:
         reason = one_line(error)[:200]
     raise UserError(
         f"--weights {path}: {reason}; expected a checkpoint of this script, "
