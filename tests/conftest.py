@@ -55,10 +55,13 @@ def run(monkeypatch, capfd):
         monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
         capfd.readouterr()
         code = 0
+        before = dict(os.environ)
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as end:
             code = end.code
+        os.environ.clear()  # of what setup_distributed() has set
+        os.environ.update(before)
         if dist.is_initialized():  # after an error
             dist.destroy_process_group()
         if script.startswith("07"):
