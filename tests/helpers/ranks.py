@@ -76,7 +76,8 @@ class Ranks:
         port = free_port()
         self.processes = []
         for rank in range(world_size):
-            variables = {"RANK": rank, "WORLD_SIZE": world_size}
+            # That of the test: the process that forks has the environment of the first test.
+            variables = os.environ | {"RANK": rank, "WORLD_SIZE": world_size}
             variables |= {
                 "LOCAL_RANK": rank % local_world_size,
                 "LOCAL_WORLD_SIZE": local_world_size,
@@ -153,6 +154,7 @@ def _run(script, env, flags, out, kill, prepare):
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    os.environ.clear()
     os.environ.update({name: str(value) for name, value in env.items()})
     os.chdir(ROOT)
     sys.argv = [os.path.basename(script), *flags]
