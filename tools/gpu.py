@@ -83,21 +83,21 @@ SPEED = 'python tools/experiments.py speed --processes $COUNTS $SPEED --out "$OU
 
 PROOFS = [
     Part("data", 10, "the images of --data are unpacked", UNPACK),
-    Part("shared", 120, "two ranks on one GPU learn as on CPUs (gloo)", f"{TESTS} -k two_ranks"),
-    Part("rungs", 100, "01 to 05 train", RUNGS),
-    Part("shards", 90, "07 trains, saves, continues, and computes in bf16", SHARDS),
-    Part("tests", 75, "the other tests of GPU code", GPU_CODE),
-    Part("resume", 50, "06, killed and resumed, has the bits of a whole run", f"{TESTS} -k bits"),
-    Part("fp16", 40, "06 in fp16: no loss is nan, from the first step", f"{TESTS} -k first_step"),
-    Part("waits", 35, "no line of 06 waits for the GPU in each step", f"{TESTS} -k waits"),
+    Part("rungs", 120, "01 to 05 train", RUNGS),
+    Part("shards", 105, "07 trains, saves, continues, and computes in bf16", SHARDS),
+    Part("tests", 95, "the other tests of GPU code", GPU_CODE),
+    Part("resume", 60, "06, killed and resumed, has the bits of a whole run", f"{TESTS} -k bits"),
+    Part("fp16", 55, "06 in fp16: no loss is nan, from the first step", f"{TESTS} -k first_step"),
+    Part("waits", 55, "no line of 06 waits for the GPU in each step", f"{TESTS} -k waits"),
+    Part("shared", 50, "two ranks on one GPU learn as on CPUs (gloo)", f"{TESTS} -k two_ranks"),
     Part("preflight", 15, "preflight finds no fault", f"{DDP} launch/preflight.py"),
 ]
 SPEEDS = [
-    Part("resnet50", 140, "06 beside the bare step and a plain loop", f"{TRAIN} {ALL}"),
+    Part("resnet50", 160, "06 beside the bare step and a plain loop", f"{TRAIN} {ALL}"),
     Part("input", 95, "01 on CIFAR-10 beside a classic loop and its limit", INPUT, "IMAGES"),
     Part("cifar10", 110, "06 on CIFAR-10: accuracy and seconds", CIFAR10, "IMAGES"),
     Part("compile", 115, "06 with --compile", f"{TRAIN} dummy --repeats 1 --compile"),
-    Part("memory", 60, "memory of DDP and FSDP, beside tools/fit.py", MEMORY),
+    Part("memory", 100, "memory of DDP and FSDP, beside tools/fit.py", MEMORY),
     Part("speed", 360, "images per second of 01 to 05", SPEED),
 ]
 

@@ -17,7 +17,7 @@ second time in reverse order. Rank 0 measures:
     images/s   of all processes together; on CPUs, they share the cores
 
 The training step is that of 03, with SGD and momentum in float32. Images are random numbers. The
-last line compares the measured with the computed peak. This has not run on a GPU.
+last line compares the measured with the computed peak.
 """
 
 import argparse
