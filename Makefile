@@ -9,7 +9,7 @@ MACHINE ?= $(OURS)
 # Several files of tests at a time. A thread that waits must not spin on a core that another file needs.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest --dist loadfile
 
-.PHONY: help demo test test-real test-all test-oldest mutants gpu lint charts site clean
+.PHONY: help demo test test-real test-all test-oldest gpu lint charts site clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -34,11 +34,6 @@ test-all: test-real  ## run these, then the benchmarks, the drills and second ca
 
 test-oldest:  ## run the quick tests with torch 2.9, the oldest supported, in .venv-oldest; PYTHON=python3.10 too
 	$(MAKE) --no-print-directory VENV=.venv-oldest TORCH="torch==2.9.* torchvision==0.24.*" test
-
-mutants: $(VENV)/ready-dev  ## make random faults, see which the tests notice: FILES=common/data.py FAULTS=20 SEED=1 MINUTES=30
-	@[ -e $(VENV)/reached.json ] || $(RUN) tools/mutants/reached.py
-	$(RUN) tools/mutants/sample.py $(FILES) --faults $(or $(FAULTS),20) --least 0 --seed $(or $(SEED),1) \
-		--minutes $(or $(MINUTES),30)
 
 gpu:  ## prove and measure all on NVIDIA GPUs: 18 minutes in parts, installs nothing; PYTHON=... if not in .venv
 	$(if $(filter file,$(origin PYTHON)),$(RUN),$(PYTHON)) tools/gpu.py

@@ -1,4 +1,4 @@
-"""`make demo`, the steps of the ladder, the benchmarks, and the list of mutants."""
+"""`make demo`, the steps of the ladder, and the benchmarks."""
 
 import json
 import os
@@ -15,7 +15,6 @@ from rungs import ALL_SCRIPTS
 from common.models import MnistNet
 from tools import demo, steps
 from tools.bench import ddp, my_ddp
-from tools.mutants import listed
 from tools.records import checkpoint_cost, checkpoint_seconds
 
 
@@ -150,13 +149,6 @@ def test_the_change_of_a_step_is_shown(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["steps.py"])
     with pytest.raises(SystemExit, match=r"05_mnmc_ddp_slurm\.py: changes the sections .*, expect"):
         steps.main()
-
-
-# Mutants
-
-
-def test_every_listed_mutant_fits_the_code():
-    listed.check(listed.MUTANTS)
 
 
 # Benchmarks
