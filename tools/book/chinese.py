@@ -6,9 +6,9 @@
 A passage is a heading, a paragraph, a list item or a row of a table. Each English passage has one
 Chinese passage, in the same order, with the same code, numbers, links and pictures. Code blocks are
 equal, with the comments that docs/zh/comments.json translates; generated blocks come from the same
-source. docs/zh/in_step.json holds a hash of each English passage as it was when its translation was
-last looked at. The words of generated tables and of pictures are in docs/zh/tables.json and
-docs/zh/labels.json.
+source. A Chinese page may also hold blocks of its own, from <!-- only: zh --> to <!-- end -->.
+docs/zh/in_step.json holds a hash of each English passage as it was when its translation was last
+looked at. The words of generated tables and of pictures are in docs/zh/tables.json and labels.json.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from markdown_it import MarkdownIt
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.book import comments
-from tools.book.pages import BLOCK, chinese_page, notebooks, pages
+from tools.book.pages import BLOCK, ONLY_CHINESE, chinese_page, notebooks, pages
 from tools.records import ROOT
 
 HASHES, FIGURES = ROOT / "docs/zh/in_step.json", ROOT / "docs/figures"
@@ -54,11 +54,15 @@ class Passage(NamedTuple):
 
 @functools.cache
 def passages(text):
-    """Return the passages and code blocks of a page. A generated block counts as its first line."""
+    """Return the passages and code blocks of a page, without those that only Chinese readers need.
+
+    A generated block counts as its first line.
+    """
 
     def keep_lines(match):
         return match[1] + re.sub(r".+", "", match[4]) + match[5]
 
+    text = ONLY_CHINESE.sub(lambda match: re.sub(r".+", "", match[0]), text)
     found = []
     around = []
     line = 0

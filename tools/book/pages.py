@@ -5,7 +5,9 @@ import re
 from tools.records import ROOT
 
 # A generated block: <!-- KIND: ARGUMENT -->, what tools/book/book.py generates, <!-- end -->
-BLOCK = re.compile(r"^(<!-- (\w+): (.+?) -->\n)(.*?)^(<!-- end -->)$", re.M | re.S)
+BLOCK = re.compile(r"^(<!-- (?!only)(\w+): (.+?) -->\n)(.*?)^(<!-- end -->)$", re.M | re.S)
+# What only the readers of a Chinese page need. It has no English passage.
+ONLY_CHINESE = re.compile(r"^<!-- only: zh -->$.*?^<!-- end -->$", re.M | re.S)
 
 
 def pages():
