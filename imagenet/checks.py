@@ -125,7 +125,7 @@ def check_new_run(args, d, checkpoints):
 
 def check_batches(args, d, model, sampler):
     """Refuse a batch that is too small for its micro-batches, and print hints."""
-    fewest, most = sampler.piece_sizes()
+    fewest, most = sampler.micro_batch_sizes()
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     synchronized = args.sync_bn and d.world_size > 1
     least = 2 if batch_norm and not synchronized else 1

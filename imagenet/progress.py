@@ -75,11 +75,11 @@ class Progress:
             f"{len(train_set.classes)} classes, seen at {args.image_size}x{args.image_size} | "
             f"{args.arch}, {weights:.1f} M weights"
         )
-        pieces = " to ".join(str(size) for size in sorted(set(self.sampler.piece_sizes())))
+        sizes = " to ".join(str(size) for size in sorted(set(self.sampler.micro_batch_sizes())))
         accumulate = self.sampler.accumulate
         micro = f" in {accumulate} micro-batches" if accumulate > 1 else ""
         self.print(
-            f"global batch {args.batch_size}: {pieces} images per process at a time{micro}, "
+            f"global batch {args.batch_size}: {sizes} images per process at a time{micro}, "
             f"{self.sampler.steps} steps per epoch | lr {args.lr:g} -> {r['lr']:g} | "
             f"{', '.join(self._options())}"
         )

@@ -48,7 +48,7 @@ class GlobalBatchSampler:
         """Return the number of images of a step on all ranks together."""
         return start_of(step + 1, self.steps, self.images) - start_of(step, self.steps, self.images)
 
-    def piece_sizes(self):
+    def micro_batch_sizes(self):
         """Return the smallest and the largest number of images of a micro-batch on one rank."""
         micro_batches = self.world_size * self.accumulate
         largest_step = math.ceil(self.images / self.steps)

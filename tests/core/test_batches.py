@@ -29,7 +29,7 @@ def test_any_world_takes_the_images_of_a_step_once_each(images, batch_size):
             assert sorted(key for piece in taken for key in piece) == step
             sizes = set(map(len, taken))
             assert max(sizes) - min(sizes) <= 1 and len(step) == ranks[0].step_size(first + k)
-            fewest, most = ranks[0].piece_sizes()
+            fewest, most = ranks[0].micro_batch_sizes()
             assert fewest <= min(sizes) and max(sizes) <= most
 
 
