@@ -473,16 +473,6 @@ def found(output):
     return [re.sub(r"\d+", "#", line) for line in re.findall(r"^found: .*", output, re.M)]
 
 
-@pytest.mark.slow
-def test_the_srun_of_the_chapter_prints_what_it_shows(slurm, book_folder):
-    texts = [command.text for command in COMMANDS if re.match(r"srun .*05_mnmc", command.text)]
-    text = next(text for text in texts if recorded(text))
-    end = slurm.run(*shlex.split(scaled(text, book_folder)))
-    assert (
-        end.returncode == 0 and forms(end.stdout) and forms(end.stdout) <= forms(recorded(text))
-    ), end.stdout + end.stderr
-
-
 # Snippets run
 
 

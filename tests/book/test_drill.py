@@ -14,7 +14,7 @@ from processes import ROOT, finished, start
 
 from tools.lab import hosts as lab_hosts
 from tools.lab.drill import DRILLS
-from tools.lab.job import PATIENCE, Job, new_job
+from tools.lab.job import PATIENCE, new_job
 
 TEN_STEPS = ["--dummy", "200", "--image-size", "16", "--arch", "mnist_net", "--batch-size", "20"]
 TEN_STEPS += ["--epochs", "1", "--eval-every", "0", "--print-every", "1"]
@@ -63,33 +63,6 @@ def test_a_stopped_training_goes_on_by_the_same_commands():
         assert job.running[0].wait(PATIENCE) == 1
         said = "06_elastic.sh: job drill is closed: it has finished, or one machine has"
         job.wait_for(lambda: said in "".join(job.lines), "the reason why it does not start")
-
-
-def test_the_steps_since_the_checkpoint_are_lost():
-    """Read from what a training with 10 steps per epoch prints."""
-    job = Job(lab_hosts.Hosts(4), None)
-
-    def step(number):
-        line = (
-            f"   == step: [{(number - 1) % 10 + 1:3}/10] [{(number - 1) // 10 + 1}/90] | loss 0.1"
-        )
-        job.note(line, "host1")
-
-    def resume(number):
-        job.note(f"resumed from saved/step-{number:08}.pt, after step {number} of 900", "host1")
-
-    job.note("06_imagenet.py | mnist_net | world size 3 (1 on this machine)", "host1")
-    for number in range(1, 19):
-        step(number)
-    assert (job.world, job.position, job.mistakes) == (3, 18, [])
-    resume(10)
-    assert job.position == 10 and job.steps_lost(job.resumed) == 8
-    step(11)
-    assert not job.mistakes
-    step(13)
-    resume(20)
-    skipped = ["step 13 followed step 11", "resumed after step 20, although the last step was 13"]
-    assert job.mistakes == skipped
 
 
 # Without a store

@@ -1,6 +1,5 @@
-"""tools/experiments.py: what is run, what of it is recorded, and what a chart reads of it."""
+"""tools/experiments.py: what is run, and what of it is recorded."""
 
-import json
 import re
 import shlex
 import signal
@@ -61,14 +60,6 @@ def test_every_command_is_one_that_its_script_takes(monkeypatch):
             assert args.seed == 0 and args.log_file is None, command
 
 
-def test_the_recorded_runs_are_those_of_todays_experiments():
-    for name in experiments.EXPERIMENTS:
-        recorded = experiments.recorded(ROOT / f"results/{name}/amd-epyc-2-cores.jsonl")
-        images = {"resnet20": "data/cifar10-png"}.get(name, "data/cifar10")
-        given = [] if name in ("speed", "scaling", "memory", "my_ddp") else ["--data-dir", images]
-        assert set(commands(name, LAPTOP, *given)) <= recorded, name
-
-
 def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
     assert counts("speed", LAPTOP) == {1, 2}
     assert counts("speed", BOX) == {1, 2, 4, 8}
@@ -102,17 +93,6 @@ def test_flags_change_the_commands_and_a_dry_run_prints_them(results, monkeypatc
     assert [command for command in planned if command.startswith("srun ")]
     monkeypatch.setattr(experiments, "slurm_answers", lambda: False)
     assert not [command for command in commands("speed", ONE_GPU) if "srun" in command]
-
-
-def test_the_name_of_a_machine_is_that_of_its_device(monkeypatch):
-    monkeypatch.setattr(experiments, "device_name", lambda device: "AMD EPYC (TM) 7-Core")
-    monkeypatch.setattr(experiments, "cores_per_process", lambda _: 4)
-    monkeypatch.setattr(experiments, "pick_device", lambda: experiments.torch.device("cpu"))
-    assert Machine.here() == ("cpu", 4, "amd-epyc-tm-7-core-4-cores")
-    monkeypatch.setattr(experiments, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(experiments, "pick_device", lambda: experiments.torch.device("cuda"))
-    monkeypatch.setattr(experiments.torch.accelerator, "device_count", lambda: 8)
-    assert Machine.here() == ("cuda", 8, "nvidia-h200-x-8")
 
 
 # What is recorded
@@ -197,31 +177,3 @@ def test_one_failure_does_not_keep_other_runs_from_the_record(results, monkeypat
     with pytest.raises(UserError, match=r"^b does not work"):
         experiments.run_all(todo)
     assert "[3/5] c" not in capsys.readouterr().out
-
-
-def test_records_on_the_way_to_a_chart_are_checked(tmp_path):
-    texts = dict.fromkeys(("device", "device_name", "torch", "torchvision", "started"), "a")
-    line = texts | {"command": "c", "cores": 2, "x": 1}
-    path = tmp_path / "speed/me.jsonl"
-    path.parent.mkdir()
-
-    def load(columns, name="speed", machine="me"):
-        return records.load(name, machine, columns, results=tmp_path)
-
-    path.write_text(json.dumps(line) + "\n")
-    assert load({"x": float}) == [line]
-    again = r"record some: python tools/experiments\.py"
-    for arguments, found in (
-        (({"x": bool},), r"me\.jsonl, line 1: x is 1, expected a value of type bool"),
-        (({"y": int},), rf"line 1: no column 'y', but device, .*{again} speed --machine me"),
-        (({}, "speed", "you"), r"no .*you\.jsonl, expected one of me \(make charts MACHINE=me"),
-        (({}, "scaling"), rf"no .*me\.jsonl; {again} scaling"),
-    ):
-        with pytest.raises(records.RecordError, match=found):
-            load(*arguments)
-    path.write_text(json.dumps(line | {"x": True}) + "\nhello\n")
-    with pytest.raises(records.RecordError, match="line 2: 'hello' given, expected a record as"):
-        load({})
-    path.write_text(path.read_text().removesuffix("hello\n"))
-    with pytest.raises(records.RecordError, match="x is True, expected a value of type int"):
-        load({"x": int})

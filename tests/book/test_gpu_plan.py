@@ -20,7 +20,6 @@ from rungs import parse
 
 from common.errors import UserError
 from tools import gpu
-from tools.book import tables
 from tools.lab.parts import MARK, Part, Runner
 
 # A process in a session of its own, which writes for ever.
@@ -119,13 +118,10 @@ def commands_of(part):
 def test_every_script_of_the_list_takes_its_flags(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr("imagenet.flags.can_compile", lambda: True)
-    taken = []
     for part in [*gpu.PROOFS[1:], *gpu.SPEEDS]:
         for script, *flags in commands_of(part):
             if script != "-m":  # pytest
                 parse(monkeypatch, script, *flags)
-                taken.append(part.name)
-    assert len(taken) == 5 + 3 + 1 + 6, "01 to 05, 07 three times, preflight, and the speeds"
 
 
 @pytest.fixture
@@ -142,25 +138,6 @@ def without_other_packages(tmp_path):
     (tmp_path / "blocker/sitecustomize.py").write_text(nothing)
     # pytest loads the plugins of all packages
     return {"PYTHONPATH": str(tmp_path / "blocker"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-
-
-IMPORT = """
-import runpy, sys, pytest
-for script in sys.argv[1].split():
-    runpy.run_path(script, run_name="imported")
-sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", *sys.argv[2].split()]))
-"""
-
-
-def test_no_program_of_the_list_needs_another_package(without_other_packages):
-    commands = [words for part in gpu.PROOFS + gpu.SPEEDS for words in commands_of(part)]
-    scripts = {"tools/gpu.py"} | {words[0] for words in commands if words[0].endswith(".py")}
-    assert {"06_imagenet.py", "launch/preflight.py", "tools/bench/memory.py"} < scripts
-    tests = {word for words in commands for word in words if word.startswith("tests/")}
-    command = [sys.executable, "-c", IMPORT, " ".join(scripts), " ".join(tests)]
-    env = os.environ | without_other_packages
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def of_parts():
@@ -230,15 +207,3 @@ def test_a_signal_leaves_no_process_behind():
     code, out, _ = finished(process, timeout=120)
     assert code != 0 and gone(seen, seconds=30)
     assert re.search(r"^rungs +\d+ s  stopped$", out, re.M)
-
-
-def test_the_figures_of_a_gpu_appear_beside_published_ones_once_they_are_recorded(tmp_path):
-    assert tables.gpu(tmp_path) == "", "nothing is recorded"
-    run = {"device": "cuda", "device_name": "NVIDIA X1", "torch": "2.11", "model": "resnet50"}
-    run |= {"amp": "bf16", "channels_last": True, "compile": False, "batch_size": 256}
-    (tmp_path / "train").mkdir()
-    lines = [json.dumps(run | {"run": "dummy", "images_per_second": n}) for n in (2900, 3100)]
-    (tmp_path / "train/machine.jsonl").write_text("\n".join(lines) + "\n")
-    ours = "| NVIDIA X1 | 3,000 (2,900 to 3,100) | `06`, bf16, channels_last, batch 256, torch 2.11"
-    text = tables.gpu(tmp_path)
-    assert ours in text and "| NVIDIA H100 SXM5 | 2,616 | fp16 | Lambda |" in text.splitlines()

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,16 +13,14 @@ import matplotlib.pyplot as plt
 import nbclient
 import nbformat
 import pytest
-from images import write_images
 from PIL import Image
 from processes import ROOT
-from ranks import Ranks
 
 sys.path.insert(0, str(ROOT / "notebooks"))
 
 import charts
 
-from tools import experiments, records
+from tools import records
 from tools.records import RecordError
 
 NOTEBOOKS = ("speed", "syncbn", "accuracy", "scaling")
@@ -113,51 +110,6 @@ def test_make_charts_draws_all_figures_in_fresh_kernels(tmp_path):
         assert same, f"docs/figures/{name}.png: make charts"
 
 
-def fork(command, folder):
-    """The records of a command of an experiment, as experiments.execute() returns them.
-
-    Its processes are forked: test_experiments.py starts them as they are.
-    """
-    variables, program, words = re.fullmatch(
-        r"((?:\w+=\S+ )*)(python|torchrun) (.*)", command
-    ).groups()
-    launcher, script, flags = re.fullmatch(r"(?:(-.*-node=\d+) )?(\S+\.py)(.*)", words).groups()
-    world_size = int(launcher.rpartition("=")[2]) if program == "torchrun" else 1
-    env = dict(word.split("=") for word in variables.split())
-    log = folder / f"{len(list(folder.iterdir()))}.jsonl"
-    given = [*shlex.split(flags), "--log-file", log]
-    ranks = Ranks(folder, world_size, given, script=script, env=env)
-    assert set(ranks.wait()) == {0}, ranks.output()
-    return [record | {"command": command, "launch_seconds": 1.0} for record in records.read(log)]
-
-
-@pytest.mark.slow
-@pytest.mark.rare
-def test_the_notebooks_draw_experiments_of_a_new_machine(draw, tmp_path, monkeypatch):
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    write_images(tmp_path, "train", (32, 32))
-    write_images(tmp_path, "test", (32, 32))
-    monkeypatch.setattr(experiments, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(experiments, "SYNCBN_BATCHES", (2,))
-    monkeypatch.setattr(experiments, "slurm_answers", lambda: False)
-    monkeypatch.setattr(experiments, "execute", lambda command: fork(command, runs))
-    small = ["--arch", "mnist_net"]
-    for name, flags in (
-        ("speed", [*small, "--processes", "2"]),
-        ("syncbn", ["--processes", "2"]),
-        ("accuracy", [*small, "--processes", "1", "2"]),
-        ("scaling", [*small, "--processes", "1", "2", "3"]),
-    ):
-        given = ["--machine", "tiny", "--repeats", "1", "--data-dir", str(tmp_path)]
-        monkeypatch.setattr(sys, "argv", ["experiments.py", name, *given, *flags])
-        experiments.main(experiments.parse_args())
-        out = draw(name, "tiny", tmp_path / "results")
-        assert f"results/{name}/tiny.jsonl: " in out and f"{name}-tiny.png" in out
-        pixels = plt.imread(tmp_path / f"figures/{name}-tiny.png")
-        assert pixels.shape[1] > 1000 and pixels[..., :3].std() > 0.05, "something is drawn"
-
-
 def added(**columns):
     """A function of records that repeats the last one with other columns."""
     return lambda lines: [*lines, lines[-1] | columns]
@@ -171,6 +123,11 @@ def without(belongs):
     ("name", "change", "message"),
     [
         ("accuracy", added(train_acc=float("nan")), "train_acc is nan, expected a value"),
+        (
+            "speed",
+            lambda lines: [{"command": "x"}],
+            "line 1: no column 'device', but command",
+        ),
         ("scaling", lambda lines: [], "no such records.*: python tools/experiments.py scaling"),
         ("speed", added(model="mnist_net"), "mixes runs with model .*under another name"),
         ("accuracy", added(epoch=2, started="2026"), "mixes runs with epoch"),

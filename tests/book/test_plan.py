@@ -1,6 +1,5 @@
 """tools/plan.py and its models: the band, the order of the layers, and goodput."""
 
-import functools
 import re
 import statistics
 import sys
@@ -47,20 +46,6 @@ def test_the_band_reaches_from_no_overlap_to_perfect_overlap():
     # all wait for the slowest of 8, in tables of order statistics 1.4236 deviations above the mean
     slow = step_model.efficiency_band(STEP, 8, CLUSTER, 0.1)
     assert slow[1] == pytest.approx(band[1] / 1.14236, rel=1e-4)
-
-
-def test_the_fits_find_the_latency_the_bandwidth_and_the_overlap():
-    sizes = [(size, n) for size in (1e3, 1e5, 1e7) for n in (2, 4, 8)]
-    for ring in (step_model.ring_seconds, step_model.shared_ring_seconds):
-        times = [(*at, ring(*at, 3e-4, 2e9)) for at in sizes]
-        assert step_model.fit_ring(ring, times) == pytest.approx((3e-4, 2e9))
-    falling = [(*at, seconds - 3e-4 * (at[0] < 1e4)) for *at, seconds in times]
-    latency, bandwidth = step_model.fit_ring(ring, falling)
-    assert latency >= 0 and bandwidth > 0, "never less than nothing, whatever was measured"
-    reduce = functools.partial(step_model.cluster_seconds, devices=8, cluster=CLUSTER)
-    for overlap in (0.0, 0.3, 1.0):
-        seconds = step_model.step_seconds(STEP, reduce, overlap)
-        assert step_model.fit_overlap([(STEP, reduce, seconds)]) == pytest.approx(overlap)
 
 
 def test_gradients_become_ready_layer_by_layer():
