@@ -1,10 +1,11 @@
 """What check.py says: English templates with values, put into the reader's language at the end."""
 
+import functools
 import json
 from pathlib import Path
 from typing import NamedTuple
 
-CHINESE = Path(__file__).with_name("chinese.json")  # English template: Chinese template
+CHINESE = Path(__file__).with_name("chinese.json")
 
 
 class Sentence(NamedTuple):
@@ -26,13 +27,19 @@ def joined(template, parts):
     return whole
 
 
+@functools.cache
+def translations():
+    """Return {English template: Chinese template}."""
+    return json.loads(CHINESE.read_text(encoding="utf-8"))
+
+
 def text_of(sentence, language):
     """Return a Sentence as text in "en" or "zh". Other values stay as they are."""
     if not isinstance(sentence, Sentence):
         return sentence
     template = sentence.template
     if language == "zh":
-        template = json.loads(CHINESE.read_text(encoding="utf-8"))[template]
+        template = translations()[template]
     return template.format(
         **{name: text_of(value, language) for name, value in sentence.values.items()}
     )

@@ -2,7 +2,7 @@
 
 import re
 
-from exercises.judge.judging import evaluated, refuse, variable
+from exercises.judge.judging import evaluated, refuse, right_answers
 from exercises.sentences import say
 
 
@@ -14,7 +14,8 @@ def check(ranks):
             a=a,
             b=b,
         )
-    truth, part = right_answers(ranks[0])
+    right = right_answers(ranks[0])
+    truth, part = int(right.sum()), int(right[::2].sum())
     printed = [re.findall(r"(\d+) of 100", rank.output) for rank in ranks]
     if not printed[0]:
         refuse("Rank 0 printed no line with `... of 100 answers are correct`.")
@@ -30,9 +31,3 @@ def check(ranks):
             truth=truth,
         )
     return say("rank 0 printed {truth}, the correct answers of both ranks.", truth=truth)
-
-
-def right_answers(rank):
-    """Return the correct answers to all images, and to those of the rank."""
-    right = variable(rank, "model")(rank.data).argmax(dim=1) == rank.data[:, :4].argmax(dim=1)
-    return int(right.sum()), int(right[rank.rank :: 2].sum())

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from exercises.judge.judging import evaluated, refuse, variable
+from exercises.judge.judging import evaluated, refuse, right_answers, variable
 from exercises.sentences import say
 
 IMAGES = 101
@@ -11,9 +11,7 @@ LEAST = 40  # images of a rank: about half of them
 
 def check(ranks):
     correct, total = (int(variable(ranks[0], name)) for name in ("correct", "total"))
-    data = ranks[0].data
-    targets = data[:, :4].argmax(dim=1)
-    truth = int((variable(ranks[0], "model")(data).argmax(dim=1) == targets).sum())
+    truth = int(right_answers(ranks[0]).sum())
     if all(len(set(evaluated(rank))) == IMAGES for rank in ranks):
         refuse(
             "Each rank evaluated all {images} images: they should share the work.", images=IMAGES

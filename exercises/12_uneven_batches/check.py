@@ -1,30 +1,14 @@
 """The program must end, with the ranks equal and most images trained."""
 
-from exercises.judge.judging import (
-    images,
-    refuse,
-    refuse_different_weights,
-    refuse_unequal_messages,
-    same,
-    steps,
-    variable,
-    weights_of,
-)
+from exercises.judge.judging import images, refuse, refuse_different_ends, steps
 from exercises.sentences import say
 
 
 def check(ranks):
     if not all(map(steps, ranks)):
         refuse("At least one rank took no training step.")
-    refuse_different_weights(ranks)
+    refuse_different_ends(ranks)
     counts = [len(steps(rank)) for rank in ranks]
-    if not same(*[weights_of(variable(rank, "model")) for rank in ranks]):
-        refuse(
-            "The ranks took {counts[0]} and {counts[1]} training steps, and end with different"
-            " weights.",
-            counts=counts,
-        )
-    refuse_unequal_messages(ranks)
     parts = [set(images(rank)) - {-1} for rank in ranks]  # a mend may add empty images
     if len(both := parts[0] & parts[1]) > 10:  # a DistributedSampler may repeat one
         refuse(

@@ -1,4 +1,6 @@
-"""Exercise 19 with torch's DDP, to compare with."""
+"""Exercises 19 to 21 with torch's DDP, to compare with. MORE_LAYERS: those of 20 and 21."""
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -8,7 +10,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # the ranks would begin with different weights
-model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+layers = [nn.Linear(16, 64), nn.ReLU()]
+for _ in range(int(os.environ.get("MORE_LAYERS", 0))):
+    layers += [nn.Linear(64, 64), nn.ReLU()]
+model = nn.Sequential(*layers, nn.Linear(64, 4))
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 

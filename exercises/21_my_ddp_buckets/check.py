@@ -11,7 +11,8 @@ from exercises.judge.judging import (
 from exercises.judge.runner import Setup
 from exercises.sentences import say
 
-SETUPS = [Setup(), Setup(program="../20_my_ddp_hooks/torch_ddp.py")]
+TORCHS_DDP = Setup(program="../19_my_ddp/torch_ddp.py", environment={"MORE_LAYERS": 6})
+SETUPS = [Setup(), TORCHS_DDP]
 BUCKETS = range(2, 6)  # 105 kB of gradients in buckets of about 40 kB
 
 

@@ -244,6 +244,16 @@ def messages(rank, *names):
     return [one for one in values(rank, "message") if not names or one.name in names]
 
 
+def right_answers(rank):
+    """Return whether the model of a rank knows the class of each image: a tensor of bool."""
+    return variable(rank, "model")(rank.data).argmax(dim=1) == classes(rank.data)
+
+
+def classes(images):
+    """Return the class of each image: the brightest of its first four pixels."""
+    return images[:, :4].argmax(dim=1)
+
+
 def variable(rank, name):
     """Return a variable of the program; refuse the program if it has none of this name."""
     try:
@@ -284,7 +294,7 @@ def train_alone(ranks, max_norm=None):
     """Train as one process would, with the images that all ranks read in each training step.
 
     The model is the variable `model` of the program; the loss is cross entropy, the optimizer plain
-    SGD, and the class of an image the brightest of its first four pixels.
+    SGD.
 
     Args:
         ranks: Records.
@@ -295,7 +305,7 @@ def train_alone(ranks, max_norm=None):
     """
     model = copy.deepcopy(variable(ranks[0], "model"))
     data = ranks[0].data
-    targets = data[:, :4].argmax(dim=1)
+    targets = classes(data)
     parameters = list(model.parameters())
     for parameter, weight in zip(parameters, values(ranks[0], "before")[0].weights, strict=True):
         parameter.data.copy_(weight)
@@ -483,6 +493,18 @@ def refuse_unfinished_messages(rank, begin="batch", end="step"):
             unfinished += 1
         elif is_between and event.kind == "wait":
             unfinished -= 1
+
+
+def refuse_different_ends(ranks):
+    """Refuse ranks that end with different weights, or of which one has waited in vain."""
+    refuse_different_weights(ranks)
+    if not same(*[weights_of(variable(rank, "model")) for rank in ranks]):
+        refuse(
+            "The ranks took {counts[0]} and {counts[1]} training steps, and end with different"
+            " weights.",
+            counts=[len(steps(rank)) for rank in ranks],
+        )
+    refuse_unequal_messages(ranks)
 
 
 def refuse_unequal_messages(ranks):

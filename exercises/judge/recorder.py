@@ -53,7 +53,6 @@ class Event(NamedTuple):
     """Something that a rank did."""
 
     kind: str  # "batch", "message", "before", "step", "wait", "dropout", "save", "load", ...
-    line: int  # of the program
     value: Any
 
 
@@ -115,7 +114,7 @@ class Recorder(TorchDispatchMode):
         self.thread = threading.get_ident()
 
     def add(self, kind, value=None):
-        self.record.events.append(Event(kind, self.line(), value))
+        self.record.events.append(Event(kind, value))
 
     def line(self):
         """Return the line of the program in which its thread is."""
