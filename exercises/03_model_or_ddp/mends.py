@@ -20,6 +20,7 @@ RIGHT = {
 }
 
 WRONG = {
+    "nothing": ([], "After training step 1, the weights of the ranks differ"),
     "all images on both ranks": (
         [(LOADER, "loader = DataLoader(dataset, batch_size=32)")],
         "Each rank trained on all 256 images",
@@ -33,9 +34,5 @@ WRONG = {
             )
         ],
         "not those of one process",
-    ),
-    "the weights of rank 0 at the end": (
-        [('print(f"the', 'dist.broadcast(model.weight.data, src=0)\nprint(f"the')],
-        "After training step 1, the weights of the ranks differ",
     ),
 }

@@ -3,20 +3,11 @@
 REDUCE = "    dist.all_reduce(correct)\n"
 PRINT = '    print(f"{correct.item()} of {len(images)} answers are correct")\n'
 MINE = "mine = range(rank, len(images), world_size)"
-IF = "if rank == 0:\n"
 
 RIGHT = {
     "rank 1 calls it too, and the barrier is left out": [
         (PRINT, f"{PRINT}else:\n{REDUCE}"),
         ("dist.barrier()  # the real program would train on\n", ""),
-    ],
-    "numbers gathered as objects": [
-        (REDUCE, ""),
-        (
-            IF,
-            f"counts = [None] * world_size\ndist.all_gather_object(counts, correct.item())\n{IF}",
-        ),
-        ("{correct.item()}", "{sum(counts)}"),
     ],
 }
 

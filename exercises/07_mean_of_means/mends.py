@@ -12,21 +12,6 @@ RIGHT = {
         (DIVIDE, ""),
         (REDUCE, "dist.all_reduce(mean_loss)\nmean_loss /= len(dataset)\n"),
     ],
-    "the losses of all images gathered": [
-        ("mean_loss = torch.tensor(0.0)", "losses = []"),
-        (
-            LOSS,
-            "        outputs = model(batch)\n"
-            '        of_batch = nn.functional.cross_entropy(outputs, labels, reduction="none")\n'
-            "        losses += of_batch.tolist()\n",
-        ),
-        (
-            f"{DIVIDE}{REDUCE}",
-            "parts = [None] * world_size\n"
-            "dist.all_gather_object(parts, losses)\n"
-            "mean_loss = torch.tensor(sum(parts, [])).mean()\n",
-        ),
-    ],
 }
 
 WRONG = {

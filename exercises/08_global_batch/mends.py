@@ -3,22 +3,11 @@
 LR = "lr=LR * world_size"
 LOADER = "loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)"
 SHARE = "loader = DataLoader(dataset, batch_size=BATCH_SIZE // world_size, sampler=sampler)"
-SAMPLER = "sampler = DistributedSampler(dataset)"
 WORLD_SIZE = "world_size = dist.get_world_size()\n"
 
 RIGHT = {
     "the batch size of a process at the top": [
         (WORLD_SIZE, f"{WORLD_SIZE}BATCH_SIZE //= world_size\n"),
-        (LR, "lr=LR"),
-    ],
-    "global batches, of which each rank takes its part": [
-        (
-            f"{SAMPLER}\n{LOADER}",
-            "order = torch.randperm(len(dataset)).tolist()  # alike on all ranks\n"
-            "starts = range(0, len(dataset), BATCH_SIZE)\n"
-            "batches = [order[i : i + BATCH_SIZE][dist.get_rank() :: world_size] for i in starts]\n"
-            "loader = DataLoader(dataset, batch_sampler=batches)",
-        ),
         (LR, "lr=LR"),
     ],
 }

@@ -4,16 +4,6 @@ SAVE = "torch.save(ddp.state_dict(), path)\n"
 LOAD = "loaded.load_state_dict(torch.load(path))"
 
 RIGHT = {
-    "the keys without their prefix": [
-        (
-            SAVE,
-            "state = ddp.state_dict()\n"
-            'nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")\n'
-            "if rank == 0:\n"
-            "    torch.save(state, path)\n"
-            "dist.barrier()\n",
-        )
-    ],
     "a checkpoint in an open file, and a message": [
         (
             SAVE,

@@ -21,19 +21,7 @@ RIGHT = {
 }
 
 WRONG = {
-    "only the backward pass in no_sync": (
-        [
-            (
-                BACKWARD,
-                "    if k % ACCUMULATE == 0:\n"
-                "        loss.backward()\n"
-                "    else:\n"
-                "        with ddp.no_sync():\n"
-                "            loss.backward()\n",
-            )
-        ],
-        "8 messages with 2,176 bytes for 2 training steps",
-    ),
+    "nothing": ([], "8 messages with 2,176 bytes for 2 training steps"),
     "never an exchange": (
         [(FORWARD + BACKWARD, f"    with ddp.no_sync():\n    {FORWARD}    {BACKWARD}")],
         "After training step 1, the weights of the ranks differ",

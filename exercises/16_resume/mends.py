@@ -16,6 +16,7 @@ RIGHT = {
 }
 
 WRONG = {
+    "nothing": ([], "96 images were trained before and after the restart"),
     "one batch too many is skipped": (
         [
             (
@@ -33,15 +34,5 @@ WRONG = {
             (TRAIN, f"loader = iter({LOADER.partition('= ')[2].strip()})\n\n\n{TRAIN}"),
         ],
         "A job that starts again has no such iterator",
-    ),
-    "a part of the data set that a sampler shuffles": (
-        [
-            (
-                LOADER,
-                '    rest = torch.utils.data.Subset(dataset, range(32 * checkpoint["step"], 256))\n'
-                "    loader = DataLoader(rest, batch_size=16, sampler=DistributedSampler(rest))\n",
-            )
-        ],
-        "images were trained before and after the restart",
     ),
 }

@@ -33,32 +33,13 @@ RIGHT = {
             "            gradient.copy_(part.view_as(gradient))\n",
         ),
     ],
-    "all_gather": [
-        (
-            ONE,
-            "        for p in model.parameters():\n"
-            "            parts = [torch.empty_like(p.data) for _ in range(dist.get_world_size())]\n"
-            "            dist.all_gather(parts, p.data)\n"
-            "            p.data = parts[0]\n",
-        ),
-        (
-            TWO,
-            "        for p in self.model.parameters():\n"
-            "            parts = [torch.empty_like(p) for _ in range(dist.get_world_size())]\n"
-            "            dist.all_gather(parts, p.grad)\n"
-            "            p.grad = torch.stack(parts).mean(dim=0)\n",
-        ),
-    ],
 }
 
 WRONG = {
+    "nothing": ([], "The ranks begin with different weights"),
     "equal seeds in place of a broadcast": (
         [(TWO, AVERAGE), (SEED, "torch.manual_seed(0)")],
         "I see no message at the beginning",
-    ),
-    "no broadcast": (
-        [(TWO, AVERAGE)],
-        "The ranks begin with different weights",
     ),
     "sums": (
         [(ONE, BROADCAST), (TWO, SUM)],

@@ -19,21 +19,6 @@ WAIT = """\
 """
 
 RIGHT = {
-    "the division after the wait": [
-        (ONE, HOOK),
-        (
-            TWO,
-            "        work = dist.all_reduce(parameter.grad, async_op=True)\n"
-            "        self.works.append((parameter, work))\n",
-        ),
-        (
-            THREE,
-            "        for parameter, work in self.works:\n"
-            "            work.wait()\n"
-            "            parameter.grad /= dist.get_world_size()\n"
-            "        self.works = []\n",
-        ),
-    ],
     "futures": [
         (ONE, HOOK),
         (TWO, SEND.replace("async_op=True)", "async_op=True).get_future()")),

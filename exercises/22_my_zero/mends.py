@@ -9,11 +9,6 @@ HALVES = """\
         mine = self.parts[dist.get_rank()]
         self.optimizer = torch.optim.SGD(mine, lr=lr, momentum=momentum)
 """
-SEND = """\
-        for owner, part in enumerate(self.parts):
-            for parameter in part:
-                dist.broadcast(parameter.data, src=owner)
-"""
 
 RIGHT = {
     "a part of one long vector": [
@@ -46,16 +41,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "every second parameter": (
-        [
-            (
-                OPTIMIZER,
-                HALVES.replace("[:half]", "[::2]").replace("[half:]", "[1::2]"),
-            ),
-            (STEP, STEP + SEND),
-        ],
-        "Rank 0 keeps 103,424 bytes of momentum, of 105,232",
-    ),
     "no broadcast": (
         [(OPTIMIZER, HALVES)],
         "At the end, the ranks have different weights",
