@@ -1,12 +1,12 @@
 """The gradients must leave in a few buckets, while the backward pass runs."""
 
 from exercises.judge.judging import (
-    messages,
     refuse,
     refuse_late_messages,
     refuse_other_weights,
     sent_per_step,
     steps,
+    values,
 )
 from exercises.judge.runner import Setup
 from exercises.sentences import say
@@ -19,7 +19,8 @@ BUCKETS = range(2, 6)  # 105 kB of gradients in buckets of about 40 kB
 def check(ranks, torch_ranks):
     refuse_other_weights(ranks, torch_ranks)
     refuse_late_messages(ranks[0], allowed=1)  # the last bucket, which is not full
-    count = len(messages(ranks[0], "all_reduce")) / len(steps(ranks[0]))
+    names = [message.name for message in values(ranks[0], "message")]
+    count = names.count("all_reduce") / len(steps(ranks[0]))
     if count not in BUCKETS:
         refuse(
             "{count:g} messages per training step; expected three or four, of about 40 kB each.",

@@ -203,9 +203,7 @@ def values(rank, kind):
 
 def images(rank):
     """Return the numbers of the images that a rank trained on, in order."""
-    return [
-        number for batch, is_training in values(rank, "batch") if is_training for number in batch
-    ]
+    return [number for batch, trains in values(rank, "batch") if trains for number in batch]
 
 
 def evaluated(rank):
@@ -239,13 +237,8 @@ def steps(rank):
     return values(rank, "step")
 
 
-def messages(rank, *names):
-    """Return the Messages of a rank, all or those of these collectives."""
-    return [one for one in values(rank, "message") if not names or one.name in names]
-
-
 def right_answers(rank):
-    """Return whether the model of a rank knows the class of each image: a tensor of bool."""
+    """Return for each image whether the model of a rank finds its class: a tensor of bool."""
     return variable(rank, "model")(rank.data).argmax(dim=1) == classes(rank.data)
 
 
@@ -496,7 +489,7 @@ def refuse_unfinished_messages(rank, begin="batch", end="step"):
 
 
 def refuse_different_ends(ranks):
-    """Refuse ranks that end with different weights, or of which one has waited in vain."""
+    """Refuse ranks that end with different weights, or after different numbers of collectives."""
     refuse_different_weights(ranks)
     if not same(*[weights_of(variable(rank, "model")) for rank in ranks]):
         refuse(
@@ -509,7 +502,7 @@ def refuse_different_ends(ranks):
 
 def refuse_unequal_messages(ranks):
     """Refuse ranks of which one has called a collective more often than the other."""
-    counts = [len(messages(rank)) for rank in ranks]
+    counts = [len(values(rank, "message")) for rank in ranks]
     if counts[0] != counts[1]:
         refuse(
             "Rank 0 called {counts[0]} collectives, rank 1 called {counts[1]}: one rank stopped"
