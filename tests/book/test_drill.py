@@ -13,8 +13,7 @@ from needs import need
 from processes import ROOT, finished, start
 
 from tools.lab import hosts as lab_hosts
-from tools.lab.drill import DRILLS
-from tools.lab.job import PATIENCE, new_job
+from tools.lab.drill import DRILLS, PATIENCE, new_job
 
 TEN_STEPS = ["--dummy", "200", "--image-size", "16", "--arch", "mnist_net", "--batch-size", "20"]
 TEN_STEPS += ["--epochs", "1", "--eval-every", "0", "--print-every", "1"]
