@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from common import sharded
 from common.errors import UserError, one_line, one_line_errors
-from common.flags import Parser, number, whole_number
+from common.flags import Parser, add_flags, number, whole_number
 from tools.planning.layers import build_on_meta
 
 FLOAT32 = 4  # bytes
@@ -341,62 +341,28 @@ def settings(gpus, gpus_per_machine):
 
 def parse_args():
     parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--arch", metavar="NAME", help="a torchvision model, whose activations are counted")
-    add(
-        "--image-size",
-        type=whole_number(1),
-        default=224,
-        metavar="N",
-        help="pixels per side, for --arch",
-    )
-    add(
-        "--weights-m",
-        type=number(above=0),
-        metavar="M",
-        help="for other models: millions of weights",
-    )
-    add(
-        "--activations-mb-per-image",
-        type=number(above=0),
-        metavar="MB",
-        help="for other models: activations of one image, or of one sequence of tokens",
-    )
-    add(
-        "--blocks",
-        type=whole_number(1),
-        default=32,
-        metavar="N",
-        help="for other models: equal blocks that FSDP gathers one at a time",
-    )
-    add(
-        "--optimizer",
-        choices=tuple(STATES),
-        default="momentum",
-        help="momentum is SGD as in 03; sgd is without momentum",
-    )
-    add(
-        "--amp",
-        choices=("none", "bf16"),
-        default="none",
-        help="bf16: weights stay float32; FSDP gathers, and all compute, in bf16",
-    )
-    add(
-        "--batch-size",
-        type=whole_number(1),
-        required=True,
-        metavar="N",
-        help="images per process and training step",
-    )
-    add("--gpus", type=whole_number(1), required=True, metavar="N", help="of all machines together")
-    add(
-        "--gpus-per-machine",
-        type=whole_number(1),
-        default=8,
-        metavar="N",
-        help="GPUs of a machine: the shards of HSDP",
-    )
-    add("--memory-gb", type=number(above=0), required=True, metavar="GB", help="memory of a GPU")
+    required = {"type": whole_number(1), "required": True, "metavar": "N"}
+    # fmt: off
+    add_flags(parser, [
+        ("--arch NAME", str, None, "a torchvision model, whose activations are counted"),
+        ("--image-size N", whole_number(1), 224, "pixels per side, for --arch"),
+        ("--weights-m M", number(above=0), None, "for other models: millions of weights"),
+        ("--activations-mb-per-image MB", number(above=0), None,
+         "for other models: activations of one image, or of one sequence of tokens"),
+        ("--blocks N", whole_number(1), 32,
+         "for other models: equal blocks that FSDP gathers one at a time"),
+        ("--optimizer", tuple(STATES), "momentum",
+         "momentum is SGD as in 03; sgd is without momentum"),
+        ("--amp", ("none", "bf16"), "none",
+         "bf16: weights stay float32; FSDP gathers, and all compute, in bf16"),
+    ])
+    # fmt: on
+    parser.add_argument("--batch-size", **required, help="images per process and training step")
+    parser.add_argument("--gpus", **required, help="of all machines together")
+    row = ("--gpus-per-machine N", whole_number(1), 8, "GPUs of a machine: the shards of HSDP")
+    add_flags(parser, [row])
+    required |= {"type": number(above=0), "metavar": "GB"}
+    parser.add_argument("--memory-gb", **required, help="memory of a GPU")
     args = parser.parse_args()
     by_numbers = (args.weights_m, args.activations_mb_per_image)
     if (args.arch is None) == (None in by_numbers) or (args.arch and any(by_numbers)):

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import UserError, one_line_errors
-from common.flags import Parser, number, whole_number
+from common.flags import Parser, add_flags, number, whole_number
 from tools.planning import goodput, step_model
 from tools.planning.layers import torchvision_layers
 
@@ -21,84 +21,37 @@ HOUR = 3600
 
 def parse_args():
     parser = Parser(__doc__)
+    positive = number(above=0)
+    required = {"required": True, "type": positive}
     add = parser.add_argument
-    add("--gpus", type=whole_number(1), required=True, metavar="N", help="of all machines together")
-    add(
-        "--gpus-per-machine", type=whole_number(1), default=8, metavar="N", help="GPUs of a machine"
-    )
-    add(
-        "--step-ms",
-        type=number(above=0),
-        required=True,
-        metavar="MS",
-        help="a training step of one GPU alone",
-    )
-    gradients = parser.add_mutually_exclusive_group(required=True)
-    gradients.add_argument(
-        "--gradients-mb",
-        type=number(above=0),
-        metavar="MB",
-        help="4 bytes per weight in float32; assumed to become ready evenly",
-    )
-    gradients.add_argument(
-        "--model",
-        metavar="NAME",
-        help="a torchvision model instead, whose gradients become ready layer by layer",
-    )
-    add(
-        "--network-gbit",
-        type=number(above=0),
-        required=True,
-        metavar="GBIT",
-        help="of all network cards of a machine together, per second",
-    )
-    add(
-        "--inside-gbytes",
-        type=number(above=0),
-        default=240,
-        metavar="GB",
-        help="between the GPUs of a machine, per second: 10 for PCIe, 240 for an A100's NVLink",
-    )
-    add(
-        "--batch-size",
-        type=whole_number(1),
-        metavar="N",
-        help="images per GPU and training step, to print images per second",
-    )
-    add(
-        "--jitter-percent",
-        type=number(),
-        default=100 * step_model.SPREAD,
-        metavar="X",
-        help="standard deviation of the step time between GPUs",
-    )
-    add(
-        "--hours-between-failures",
-        type=number(above=0),
-        metavar="H",
-        help="of one GPU; without it, the range of three published clusters",
-    )
-    add(
-        "--save-seconds",
-        type=number(above=0),
-        default=10,
-        metavar="S",
-        help="for which a checkpoint stops the training",
-    )
-    add(
-        "--write-seconds",
-        type=number(),
-        default=0,
-        metavar="S",
-        help="after that until the checkpoint is on the disk, written in the background",
-    )
-    add(
-        "--restart-minutes",
-        type=number(),
-        default=5,
-        metavar="M",
-        help="from a failure until the job trains again",
-    )
+    count = {"type": whole_number(1), "metavar": "N"}
+    add("--gpus", required=True, **count, help="of all machines together")
+    add("--gpus-per-machine", default=8, **count, help="GPUs of a machine")
+    add("--step-ms", **required, metavar="MS", help="a training step of one GPU alone")
+    # fmt: off
+    add_flags(parser.add_mutually_exclusive_group(required=True), [
+        ("--gradients-mb MB", positive, None,
+         "4 bytes per weight in float32; assumed to become ready evenly"),
+        ("--model NAME", str, None,
+         "a torchvision model instead, whose gradients become ready layer by layer"),
+    ])
+    text = "of all network cards of a machine together, per second"
+    add("--network-gbit", **required, metavar="GBIT", help=text)
+    add_flags(parser, [
+        ("--inside-gbytes GB", positive, 240,
+         "between the GPUs of a machine, per second: 10 for PCIe, 240 for an A100's NVLink"),
+        ("--batch-size N", whole_number(1), None,
+         "images per GPU and training step, to print images per second"),
+        ("--jitter-percent X", number(), 100 * step_model.SPREAD,
+         "standard deviation of the step time between GPUs"),
+        ("--hours-between-failures H", positive, None,
+         "of one GPU; without it, the range of three published clusters"),
+        ("--save-seconds S", positive, 10, "for which a checkpoint stops the training"),
+        ("--write-seconds S", number(), 0,
+         "after that until the checkpoint is on the disk, written in the background"),
+        ("--restart-minutes M", number(), 5, "from a failure until the job trains again"),
+    ])
+    # fmt: on
     return parser.parse_args()
 
 
