@@ -19,16 +19,13 @@ seconds from torchrun to the first training step of 03, by number of processes.
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,8 +43,11 @@ from tools.bench.measure import (
     first_batch,
     parse_args,
     pick_device,
+    run_ranks,
     step_seconds,
     take_turns,
+    torchrun,
+    write_images,
 )
 from tools.records import append, group, ratios, spread
 
@@ -96,9 +96,17 @@ def main(args):
         known | {"bench": "ddp"},
         worlds,
         run=lambda world: launch(args, *world),
-        line=lambda run: f"{name_of(run)} {run['images_per_second']:8.0f} img/s ({run['variant']})",
+        line=lambda run: (
+            f"{run['world_size']} x {run['threads']} {run['images_per_second']:8.0f} img/s "
+            f"({run['variant']})"
+        ),
     )
-    show(group(records, "world_size", "threads", "variant"))
+    print(
+        f"\n{'processes x threads':36} {'img/s, median (range)':>24} "
+        f"{'efficiency':>20} {'exposed':>20}"
+    )
+    for world, variant, speed, efficiency, exposed in rows(records):
+        print(f"{world + ' ' + variant:36} {speed:>24} {efficiency:>20} {exposed:>20}")
     print("\nseconds from torchrun to the first training step of 03:")
     for processes in args.launches:
         times = [launch_seconds(processes) for _ in range(args.repeats)]
@@ -108,38 +116,28 @@ def main(args):
         print(f"{processes:3} processes {spread(times, '.1f'):>24}", flush=True)
 
 
-def name_of(run):
-    return f"{run['world_size']} x {run['threads']}"
-
-
-def show(runs):
-    """Print images per second, efficiency and exposed communication of each variant."""
-    print(
-        f"\n{'processes x threads':36} {'img/s, median (range)':>24} "
-        f"{'efficiency':>20} {'exposed':>20}"
-    )
-    base = runs[1, 1, "plain"]
+def rows(records):
+    """Return the rows of the table of variants: processes x threads, variant, images per second,
+    efficiency, exposed communication.
+    """
+    runs = group(records, "world_size", "threads", "variant")
+    table = []
     for (processes, threads, variant), same in runs.items():
         speeds = [run["images_per_second"] for run in same]
-        efficiency = [ratio / processes / threads for ratio in ratios(same, base)]
+        efficiency = [r / processes / threads for r in ratios(same, runs[1, 1, "plain"])]
         exposed = ""
         no_sync = runs.get((processes, threads, "no_sync"))
         if no_sync and variant != "no_sync":
-            exposed = spread([1 - ratio for ratio in ratios(same, no_sync)], ".2f")
-        print(
-            f"{name_of(same[0]) + ' ' + variant:36} {spread(speeds, '.0f'):>24} "
-            f"{spread(efficiency, '.2f'):>20} {exposed:>20}"
-        )
+            exposed = spread([1 - r for r in ratios(same, no_sync)], ".2f")
+        cells = (spread(speeds, ".0f"), spread(efficiency, ".2f"), exposed)
+        table.append((f"{processes} x {threads}", variant, *cells))
+    return table
 
 
 def launch(args, processes, threads):
     """Run measure() in processes under torchrun. Return a record for each variant."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    command += [ROOT / "tools/bench/ddp.py", "--inside", *command_line(args)]
-    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    process = subprocess.run(list(map(str, command)), env=env, stdout=subprocess.PIPE, text=True)
-    if process.returncode != 0:
-        raise UserError(f"torchrun exited with code {process.returncode}; see its message above")
+    flags = ["--inside", *command_line(args)]
+    seconds_per_step = run_ranks("torchrun", processes, threads, __file__, *flags)
     return [
         {
             "variant": variant,
@@ -148,7 +146,7 @@ def launch(args, processes, threads):
             "seconds_per_step": seconds,
             "images_per_second": processes * args.batch_size / seconds,
         }
-        for variant, seconds in json.loads(process.stdout.splitlines()[-1]).items()
+        for variant, seconds in seconds_per_step.items()
     ]
 
 
@@ -175,19 +173,13 @@ def measure(args):
 def launch_seconds(processes):
     """Return the seconds from the start of torchrun to the line of 03's first training step."""
     with tempfile.TemporaryDirectory() as folder:
-        for split, count in (("train", 2 * processes), ("test", 1)):
-            for name in ("a", "b"):
-                path = Path(folder, split, name)
-                path.mkdir(parents=True)
-                for k in range(count):
-                    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(path / f"{k}.png")
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-        command += [ROOT / "03_mnmc_ddp_launch.py", "--dataset", "folder", "--data-dir", folder]
-        command += ["--batch-size", "4", "--epochs", "1"]
+        write_images(folder, train=4 * processes, test=2)
+        command = torchrun(processes, ROOT / "03_mnmc_ddp_launch.py", "--dataset", "folder")
+        command += ["--data-dir", folder, "--batch-size", "4", "--epochs", "1"]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         begin = time.perf_counter()
         seconds = None
-        with subprocess.Popen(list(map(str, command)), **options) as process:
+        with subprocess.Popen(command, **options) as process:
             for line in process.stdout:
                 if "== step: [  1/1]" in line:
                     seconds = time.perf_counter() - begin

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -167,6 +168,38 @@ def run_alone(what, make_command):
         log = Path(folder, "log.jsonl")
         lines = (log.read_text() if log.exists() else output).splitlines()
     return [json.loads(line) for line in lines], peak
+
+
+def torchrun(processes, script, *flags):
+    """Return the command that starts a script in so many processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    return [*command, *map(str, (script, *flags))]
+
+
+def run_ranks(what, processes, threads, script, *flags):
+    """Run a script under torchrun, with so many threads per process. Return the last line of its
+    output, which is JSON.
+
+    Raises:
+        UserError: it failed. `what` names it.
+    """
+    command = torchrun(processes, script, *flags)
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    process = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+    if process.returncode != 0:
+        raise UserError(f"{what} exited with code {process.returncode}; see its message above")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def write_images(folder, **counts):
+    """Write an ImageFolder tree of two classes: so many random images of 32x32 per split."""
+    for split, count in counts.items():
+        for label in ("cat", "dog"):
+            path = Path(folder, split, label)
+            path.mkdir(parents=True)
+            for k in range(count // 2):
+                image = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
+                torchvision.io.write_jpeg(image, str(path / f"{k}.jpg"))
 
 
 def memory_of(pid):

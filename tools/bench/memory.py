@@ -26,7 +26,6 @@ import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 import weakref
@@ -48,12 +47,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common import sharded
 from common.distributed import cleaned_up, setup_distributed
-from common.errors import UserError, one_line_errors
+from common.errors import one_line_errors
 from common.flags import Parser, output_file, whole_number
 from common.records import environment
 from common.report import synchronize
 from tools import fit
-from tools.bench.measure import ROOT, pick_device
+from tools.bench.measure import pick_device, run_ranks
 from tools.planning.layers import build as build_model
 from tools.records import append
 
@@ -95,14 +94,8 @@ def parse_args():
     add("--batch-size", type=whole_number(2), default=8, metavar="N", help="images per process")
     gpus = torch.cuda.device_count()
     counts = sorted({n for n in (1, 2, gpus) if n <= gpus}) if gpus else [1, 2, 4]
-    add(
-        "--processes",
-        nargs="+",
-        type=whole_number(1),
-        default=counts,
-        metavar="N",
-        help="1, and numbers of processes; on GPUs, each needs its own",
-    )
+    processes = {"nargs": "+", "type": whole_number(1), "default": counts, "metavar": "N"}
+    add("--processes", **processes, help="1, and numbers of processes; on GPUs, each needs its own")
     add("--steps", type=whole_number(1), default=3, metavar="N", help="training steps to time")
     add("--repeats", type=whole_number(1), default=1, metavar="N", help="launches per variant")
     add("--seed", type=whole_number(0), default=0, metavar="N", help="for weights; odd: reversed")
@@ -131,7 +124,9 @@ def main(args):
             record |= {"batch_size": args.batch_size, "seed": args.seed, "repeat": repeat}
             record |= {"row": row, "variant": name}
             record |= {"world_size": processes, **setting._asdict()}
-            record |= launch(name, processes)
+            flags = [*sys.argv[1:], "--inside", name]
+            threads = os.environ.get("OMP_NUM_THREADS", 1)
+            record |= run_ranks(f"{name}: torchrun", processes, threads, __file__, *flags)
             foreach = env["device"] != "cpu"  # torch's default
             computed = fit.peak(model, setting, "momentum", foreach)
             record |= {"computed_peak_bytes": round(computed.total)}
@@ -152,19 +147,6 @@ def main(args):
     print(f"peak, and how far the computed peak is off: {', '.join(peaks)}")
 
 
-def launch(name, processes):
-    """Run measure() in processes under torchrun, and return what rank 0 prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    command += [str(ROOT / "tools/bench/memory.py"), *sys.argv[1:], "--inside", name]
-    env = {"OMP_NUM_THREADS": "1"} | os.environ
-    process = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
-    if process.returncode != 0:
-        raise UserError(
-            f"{name}: torchrun exited with code {process.returncode}; see its message above"
-        )
-    return json.loads(process.stdout.splitlines()[-1])
-
-
 # One variant
 
 
@@ -179,7 +161,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.storages = weakref.WeakSet()
         self.peak = 0
-        self.sent = collections.Counter()  # {collective: bytes}
+        self.messages = []  # (collective, bytes) of each
         self.is_counting = False  # adding up takes time, so only in the measured training step
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -191,7 +173,7 @@ class Watch(TorchDispatchMode):
                 self.storages.add(tensor.untyped_storage())
         if self.is_counting:
             self.peak = max(self.peak, self.now())
-            self.sent.update(bytes_sent(func, args))
+            self.messages += bytes_sent(func, args)
         return result
 
     def now(self):
@@ -210,14 +192,14 @@ COLLECTIVES = {
 
 
 def bytes_sent(func, args):
-    """Return {collective: bytes that a rank sends with a ring}, empty for other operations."""
+    """Return [(collective, bytes that a rank sends with a ring)], empty for other operations."""
     if func.name() not in COLLECTIVES:
-        return {}
+        return []
     name, tensors, group, rounds = COLLECTIVES[func.name()]
     full = tree_leaves(args[tensors])
     size = sum(tensor.numel() * tensor.element_size() for tensor in full)
     ranks = dist.ProcessGroup.unbox(args[group]).size()
-    return {name: size * rounds * (ranks - 1) / ranks}
+    return [(name, size * rounds * (ranks - 1) / ranks)]
 
 
 @cleaned_up()
@@ -252,12 +234,15 @@ def measure(args, setting):
         seconds.append(time.perf_counter() - begin)
     held = held_bytes(model, optimizer)
     held["other"] = now - sum(held.values())
+    sent = collections.Counter()  # {collective: bytes}
+    for name, size in watch.messages:
+        sent[name] += size
     if d.is_main:
         measured = {
             "peak_bytes": peak,
             "held_bytes": held,
-            "sent_bytes": round(watch.sent.total()),
-            "sent_by_collective": {name: round(size) for name, size in watch.sent.items()},
+            "sent_bytes": round(sent.total()),
+            "sent_by_collective": {name: round(size) for name, size in sent.items()},
             "seconds_per_step": statistics.median(seconds),
             "images_per_second": d.world_size * args.batch_size / statistics.median(seconds),
         }

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -39,7 +38,7 @@ from common.models import build_model
 from exercises import patch
 from exercises.texts import FOLDERS
 from tools.bench.measure import WARMUP, fields, first_batch, parse_args, step_seconds
-from tools.bench.memory import bytes_sent
+from tools.bench.memory import Watch
 from tools.records import append, group, spread
 
 BUCKET_SIZE = 25 * 2**20  # bytes: the default of torch's DDP
@@ -90,18 +89,6 @@ def solution(number):
     return defined
 
 
-class Messages(TorchDispatchMode):
-    """While entered, note the bytes that this rank sends with each collective."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.sizes += bytes_sent(func, args).values()
-        return func(*args, **kwargs or {})
-
-
 @cleaned_up()
 def main(args):
     d = setup_distributed()
@@ -120,11 +107,12 @@ def main(args):
         step, optimizer = build_step(args, train_set, d.device, variant)
         for _ in range(WARMUP):
             step(*batch)
-        with Messages() as messages:
+        with Watch() as watch:
+            watch.is_counting = True
             step(*batch)
         counted[name] = {
-            "messages": len(messages.sizes),
-            "sent_bytes": round(sum(messages.sizes)),
+            "messages": len(watch.messages),
+            "sent_bytes": round(sum(size for _, size in watch.messages)),
             "state_bytes": of_all_ranks(state_bytes(optimizer)),
         }
         steps[name] = functools.partial(slowest, step, batch)

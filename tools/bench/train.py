@@ -67,25 +67,16 @@ WORKERS = 2  # loader processes of the files run
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--data-dir",
-        default="data",
-        metavar="DIR",
-        help="photographs, as train/CLASS/*.jpg; without them no files run",
-    )
+    text = "photographs, as train/CLASS/*.jpg; without them no files run"
+    add("--data-dir", default="data", metavar="DIR", help=text)
     add("--arch", default="resnet18", metavar="NAME", help="see 06_imagenet.py --help")
     add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images per step")
     add("--image-size", type=whole_number(16), default=224, metavar="N", help="pixels per side")
     add("--steps", type=whole_number(20), default=40, metavar="N", help="steps of each run")
     add("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each kind")
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per run to FILE")
-    add(
-        "--runs",
-        nargs="+",
-        choices=(*RUNS, *EXAMPLES),
-        metavar="RUN",
-        help="the kinds of runs (default: bare, dummy, checkpoints and, with photographs, files)",
-    )
+    text = "the kinds of runs (default: bare, dummy, checkpoints and, with photographs, files)"
+    add("--runs", nargs="+", choices=(*RUNS, *EXAMPLES), metavar="RUN", help=text)
     add("--inside", choices=("bare", *EXAMPLES), help=argparse.SUPPRESS)  # run it in this process
     add_machine_flags(parser)
     args = parser.parse_args()

@@ -77,6 +77,8 @@ def accuracy():
 
 def ddp():
     """Make the table of the cost and the speedup of DistributedDataParallel: tools/bench/ddp.py."""
+    from tools.bench.ddp import rows
+
     head = (
         "processes x threads",
         "variant",
@@ -86,25 +88,9 @@ def ddp():
     )
 
     def render(runs):
-        variants = group(runs, "world_size", "threads", "variant")
-        rows = []
-        for (processes, threads, variant), same in variants.items():
-            efficiency = [r / processes / threads for r in ratios(same, variants[1, 1, "plain"])]
-            no_sync = variants.get((processes, threads, "no_sync"))
-            exposed = ""
-            if no_sync and variant != "no_sync":
-                exposed = spread([1 - r for r in ratios(same, no_sync)], ".2f")
-            cells = (
-                f"{processes} x {threads}",
-                variant,
-                spread(speeds(same), ".0f"),
-                spread(efficiency, ".2f"),
-                exposed,
-            )
-            rows.append(cells)
         command = runs[0]["command"].partition(" --log-file")[0]
         repeats = len({run["repeat"] for run in runs})
-        return f"`{command}`, {repeats} runs of each:\n\n{table(head, rows)}"
+        return f"`{command}`, {repeats} runs of each:\n\n{table(head, rows(runs))}"
 
     return by_hardware(select(records("ddp"), bench="ddp"), render, "command")
 
