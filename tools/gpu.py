@@ -11,28 +11,49 @@ images that you carry there, begins no part that would not end in time, and pack
 one file.
 """
 
+import contextlib
+import json
 import math
 import os
 import signal
+import subprocess
 import sys
+import tarfile
 import tempfile
+import textwrap
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-import torchvision
 
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, number
 from common.records import environment
-from tools.bench.measure import pick_device
+from tools.bench.measure import pick_device, write_images
 from tools.experiments import STOP_SIGNALS, Machine
-from tools.lab.parts import Part, Runner
 from tools.records import RESULTS
 
+
+class Part(NamedTuple):
+    """A row of the list. Its script, for bash, finds an empty folder in $DIR."""
+
+    name: str
+    seconds: int  # that it takes, about
+    what: str
+    script: str
+    needs: str = ""  # the variable of a folder
+
+
 SIDE_BY_SIDE = 4  # proofs
+PRELUDE = """
+set -eo pipefail
+python() { "$PYTHON" "$@"; }
+torchrun() { "$PYTHON" -m torch.distributed.run --standalone "$@"; }
+"""  # --standalone: before torch 2.12, each torchrun takes the same port without it
 DDP = "torchrun --nproc-per-node=$GPUS"
 TESTS = "python -m pytest -q -p no:cacheprovider tests/core/test_on_gpu.py"
 OTHERS = "not two_ranks and not bits and not first_step and not waits"
@@ -123,15 +144,170 @@ TINY = {
 }
 
 
-def write_images(folder):
-    """Write an ImageFolder tree of random images of 32x32: 160 to train on, 32 to test."""
-    for split, count in (("train", 160), ("test", 32)):
-        for label in ("cat", "dog"):
-            path = folder / split / label
-            path.mkdir(parents=True)
-            for k in range(count // 2):
-                image = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
-                torchvision.io.write_jpeg(image, str(path / f"{k}.jpg"))
+class Running:
+    """A part that runs, with its output in a file."""
+
+    def __init__(self, part, variables, log):
+        self.part = part
+        self.log = log
+        self.began = time.monotonic()
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        env = os.environ | variables | {"DIR": self.folder.name, "PYTHON": sys.executable}
+        with open(log, "wb") as file:
+            self.process = subprocess.Popen(
+                ["bash", "-c", PRELUDE + part.script],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def seconds(self):
+        return time.monotonic() - self.began
+
+    def output(self):
+        """Return its last lines, without this machine's paths."""
+        text = self.log.read_text(errors="replace").replace(f"{ROOT}/", "")
+        return text.rstrip().splitlines()[-12:]
+
+    def end(self, patience=30):
+        """Kill every process that it has left, for `patience` seconds at most.
+
+        torchrun's workers have sessions of their own, and when torchrun is killed they belong to
+        nobody: to kill a process group, or a tree of processes, would miss them. But all of them
+        have this part's folder as $DIR.
+        """
+        mark = f"DIR={self.folder.name}".encode()
+        deadline = time.monotonic() + patience
+        found = True
+        while found and time.monotonic() < deadline:
+            found = False
+            for file in Path("/proc").glob("[0-9]*/environ"):
+                with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                    if mark in file.read_bytes().split(b"\0"):
+                        os.kill(int(file.parent.name), signal.SIGKILL)
+                        found = True
+            time.sleep(0.05)
+        self.process.wait()
+        self.folder.cleanup()
+
+
+class Runner:
+    """Runs parts, and keeps what they said.
+
+    Args:
+        name: str, this machine, for the names of files.
+        out: Path of the folder of records.
+        fields: dict, of a record of a part: the hardware and the sizes.
+        variables: {name: str} for the scripts.
+        minutes: float. No part begins that would not end within this time.
+        limit: function from a part to the seconds after which it is ended.
+        tar: path of a file into which the records and logs are packed after each part, or None.
+    """
+
+    def __init__(self, name, out, fields, variables, minutes, limit, tar):
+        self.name = name
+        self.out = out
+        self.fields = fields
+        self.variables = variables
+        self.deadline = time.monotonic() + 60 * minutes
+        self.limit = limit
+        self.tar = tar
+        self.path = out / f"gpu/{name}.jsonl"
+        self.rows = {}  # {name of a part: (seconds, verdict or figure)}
+        self.failed = {}  # {name of a part: the last lines of its output}
+
+    def passed(self):
+        """Return the names of the parts that have passed, in this run or before."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return {line["part"] for line in map(json.loads, lines) if line["passed"]}
+
+    def run(self, parts, at_once):
+        """Run parts in order, so many at a time. If this process is stopped, they are too."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        waiting = list(parts)
+        running = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    part = waiting.pop(0)
+                    if reason := self.reason_to_skip(part):
+                        self.rows[part.name] = (0, reason)
+                        self.print_row(part.name)
+                    else:
+                        log = self.path.with_name(f"{self.name}-{part.name}.log")
+                        running.append(Running(part, self.variables, log))
+                time.sleep(0.1)
+                for one in list(running):
+                    is_late = one.seconds > self.limit(one.part)
+                    is_late |= time.monotonic() > self.deadline
+                    code = 124 if is_late else one.process.poll()
+                    if code is not None:
+                        running.remove(one)
+                        one.end()
+                        self.record(one, code)
+        finally:
+            for one in running:
+                one.end()
+                self.rows[one.part.name] = (one.seconds, "stopped")
+
+    def reason_to_skip(self, part):
+        folder = self.variables.get(part.needs, ".")
+        if not (ROOT / folder).is_dir():
+            return f"not run: no {folder}; see --data"
+        if part.seconds > self.deadline - time.monotonic():
+            return "not run: no time"
+        return ""
+
+    def record(self, one, code):
+        """Record how a part ended, print a line, and pack the records."""
+        part = one.part
+        output = one.output()
+        last = output[-1].strip("= ") if output else "no output"
+        passed = code == 0
+        verdict = f"passed: {last}"
+        if code == 124:
+            verdict = f"FAILED: not done after {one.seconds:.0f} s; {last}"
+        elif code != 0:
+            verdict = f"FAILED: {last}"
+        elif " skipped" in last and " passed" not in last:  # pytest, without a GPU
+            verdict = f"no answer: {last}"
+            passed = False
+        if verdict.startswith("FAILED"):
+            self.failed[part.name] = output
+        self.rows[part.name] = (one.seconds, verdict)
+        self.print_row(part.name)
+        script = textwrap.dedent(part.script).strip()
+        record = {"part": part.name, "passed": passed, "verdict": verdict, "script": script}
+        record |= {"seconds": round(one.seconds, 1), "output": output}
+        with self.path.open("a") as file:
+            file.write(json.dumps(record | self.fields) + "\n")
+        if self.tar:
+            self.pack()
+
+    def pack(self):
+        """Pack the records and logs of this machine, all of them or none."""
+        new = f"{self.tar}.new"
+        with tarfile.open(new, "w:gz") as tar:
+            for file in sorted(self.out.glob(f"*/{self.name}*")):
+                tar.add(file, file.relative_to(self.out))
+        os.replace(new, self.tar)
+
+    def show(self, parts):
+        """Print the last lines of each part that failed, then a table of all parts in this run."""
+        for name, output in self.failed.items():
+            print(f"\n{name}:", *output, sep="\n")
+        print(f"\n{self.name}, torch {self.fields['torch']}")
+        for part in parts:
+            if part.name in self.rows:
+                self.print_row(part.name)
+
+    def print_row(self, name):
+        seconds, verdict = self.rows[name]
+        print(f"{name:10} {seconds:4.0f} s  {verdict}", flush=True)
 
 
 def show_list(passed):
@@ -148,13 +324,8 @@ def parse_args():
     add("parts", nargs="*", metavar="PART", help="parts to run, also if they have passed")
     add("--list", action="store_true", help="list the parts; run nothing")
     add("--rehearse", action="store_true", help="in tiny sizes, on any device; keep no records")
-    add(
-        "--minutes",
-        type=number(above=0),
-        default=math.inf,
-        metavar="X",
-        help="begin no part that would not end within this time (default: no limit)",
-    )
+    text = "begin no part that would not end within this time (default: no limit)"
+    add("--minutes", type=number(above=0), default=math.inf, metavar="X", help=text)
     add("--data", default="", metavar="FILE", help="a tar file with cifar10/train/CLASS/*.jpg")
     add("--out", metavar="DIR", help="folder of the records (default: results)")
     add("--tar", metavar="FILE", help="also pack the records and logs into FILE")
@@ -177,7 +348,7 @@ def main(args):
         sizes = SIZES
         if args.rehearse:
             images = Path(folder, "images")
-            write_images(images)
+            write_images(images, train=160, test=32)
             sizes = {name: size.replace("$REHEARSAL", str(images)) for name, size in TINY.items()}
         out = Path(args.out or (folder if args.rehearse else RESULTS)).resolve()
         run(args, out, sizes)

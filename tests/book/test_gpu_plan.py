@@ -20,7 +20,7 @@ from rungs import parse
 
 from common.errors import UserError
 from tools import gpu
-from tools.lab.parts import MARK, Part, Runner
+from tools.gpu import Part, Runner
 
 # A process in a session of its own, which writes for ever.
 LOST = "setsid sh -c 'while true; do echo x >> $SHARED/beats; sleep 0.1; done' &"
@@ -147,7 +147,7 @@ def of_parts():
     found = []
     for process in psutil.process_iter():
         try:
-            if MARK in process.environ():
+            if {"DIR", "COUNTS", "PYTHON"} <= process.environ().keys():
                 found.append(process)
         except psutil.Error:
             pass
