@@ -106,17 +106,16 @@ def count_model(model, images, targets):
     """Return the Model of a nn.Module on the meta device, for one training step on a batch."""
     blocks = sharded.blocks(model)
     outside = len(blocks)  # index of the part outside of the blocks
-    saved = [set() for _ in range(outside + 1)]  # storages that autograd saves, by part
+    saved = [set() for _ in range(outside + 1)]  # storages, by the part that saves them first
     inputs = [set() for _ in blocks]  # storages of the inputs of each block
-    first = {}  # storage: the part that saves it first
-    ignored = {t.untyped_storage() for t in [*model.parameters(), *model.buffers()]}
+    known = {t.untyped_storage() for t in [*model.parameters(), *model.buffers()]}
     current = outside
 
     def save(tensor):
         storage = tensor.untyped_storage()
-        if storage not in ignored:
+        if storage not in known:
+            known.add(storage)
             saved[current].add(storage)
-            first.setdefault(storage, current)
         return tensor
 
     def enter(index, block, arguments):
@@ -140,19 +139,16 @@ def count_model(model, images, targets):
         loss = nn.CrossEntropyLoss()(outputs.float(), targets)
     del loss  # it kept what autograd had saved, so that no storage was used twice
 
-    activations = [0] * len(saved)
-    for storage, index in first.items():
-        activations[index] += storage.nbytes()
     parts = []
     kept = set(saved[outside])  # with checkpointing
     for index, block in enumerate(blocks):
         shapes = [weight.shape for weight in block.parameters()]
         recomputed = size(saved[index] - inputs[index])
-        parts.append(Part(shapes, activations[index], size(inputs[index] - kept), recomputed))
+        parts.append(Part(shapes, size(saved[index]), size(inputs[index] - kept), recomputed))
         kept |= inputs[index]
     in_blocks = {id(weight) for block in blocks for weight in block.parameters()}
     shapes = [weight.shape for weight in model.parameters() if id(weight) not in in_blocks]
-    rest = Part(shapes, activations[outside], size(saved[outside]))
+    rest = Part(shapes, size(saved[outside]), size(saved[outside]))
     return Model(rest, parts, next(model.parameters()).element_size())
 
 
