@@ -4,7 +4,6 @@ It runs 01_snsc.py, then 03_mnmc_ddp_launch.py under torchrun, with the same ima
 step. With more GPUs, 03 gets a process for each; with one GPU, one process. Needs no files.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.distributed import cores_per_process
-from common.flags import whole_number
+from common.flags import Parser, add_flags, whole_number
 from tools.records import to_run
 
 GLOBAL_BATCH = 256
@@ -104,17 +103,13 @@ def print_comparison(one, many):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--epochs", type=whole_number(1), default=4, metavar="N", help="default: %(default)s")
-    add(
-        "--limit",
-        type=whole_number(2),
-        default=16000,
-        metavar="N",
-        help="training images (default: %(default)s)",
+    parser = Parser(__doc__)
+    add_flags(
+        parser,
+        [
+            ("--epochs N", whole_number(1), 4, "default: %(default)s"),
+            ("--limit N", whole_number(2), 16000, "training images"),
+        ],
     )
     return parser.parse_args()
 

@@ -1,7 +1,6 @@
 """Generate the code, tables and outputs that the book shows, so that they are never typed by hand.
 
     python tools/book/book.py             update the pages
-    python tools/book/book.py --check     name the stale pages and exit with 1
     python tools/book/book.py --record    first run the commands with no recorded output
 
 The pages are README.md, CONTRIBUTING.md, docs/*.md and their Chinese translations. The text between
@@ -16,7 +15,6 @@ The pages are README.md, CONTRIBUTING.md, docs/*.md and their Chinese translatio
                         to record it again
 """
 
-import argparse
 import ast
 import json
 import os
@@ -28,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from common.flags import Parser
 from tools import steps
 from tools.book import comments
 from tools.book.pages import BLOCK, chinese_pages, pages
@@ -189,14 +188,7 @@ def run(command):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 if a page is stale; write nothing"
-    )
+    parser = Parser(__doc__)
     parser.add_argument(
         "--record", action="store_true", help="first run the commands that are not recorded"
     )
@@ -207,22 +199,15 @@ def main(args):
     if args.record:
         recorded = {r["command"] for r in records("output")}
         record([command for command in shown_commands() if command not in recorded])
-    stale = []
+    errors = []
     translations = chinese_pages()
     for page in [*pages(), *filter(Path.exists, translations)]:
-        name = str(page.relative_to(ROOT))
-        text = page.read_text()
         try:
-            fresh = render(text, page in translations)
+            page.write_text(render(page.read_text(), page in translations))
         except ValueError as error:  # BookError, RecordError, or a section that a script lacks
-            stale.append(f"{name}: {error}")
-            continue
-        if fresh != text and args.check:
-            stale.append(f"{name} is stale: python tools/book/book.py")
-        elif fresh != text:
-            page.write_text(fresh)
-    if stale:
-        sys.exit("\n".join(f"book.py: error: {line}" for line in stale))
+            errors.append(f"book.py: error: {page.relative_to(ROOT)}: {error}")
+    if errors:
+        sys.exit("\n".join(errors))
 
 
 if __name__ == "__main__":

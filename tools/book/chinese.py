@@ -11,7 +11,6 @@ docs/zh/in_step.json holds a hash of each English passage as it was when its tra
 looked at. The words of generated tables and of pictures are in docs/zh/tables.json and labels.json.
 """
 
-import argparse
 import base64
 import functools
 import hashlib
@@ -27,6 +26,7 @@ from markdown_it import MarkdownIt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from common.flags import Parser
 from tools.book import comments
 from tools.book.pages import BLOCK, ONLY_CHINESE, chinese_page, notebooks, pages
 from tools.records import ROOT
@@ -345,14 +345,9 @@ def translate_notebook(text, name):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--done", type=Path, metavar="FILE", help="a Chinese page whose passages were looked at"
-    )
+    parser = Parser(__doc__)
+    text = "a Chinese page whose passages were looked at"
+    parser.add_argument("--done", type=Path, metavar="FILE", help=text)
     return parser.parse_args()
 
 
