@@ -31,13 +31,13 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from PIL import Image
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.datasets.imagenet import ARCHIVE_META, load_meta_file, parse_devkit_archive
 from tqdm import tqdm
 
 from common.distributed import cores_per_process
 from common.errors import UserError, one_line, one_line_errors
 from common.flags import Parser, number, whole_number
+from common.images import list_images
 
 TRAIN_TAR, VAL_TAR, DEVKIT = (ARCHIVE_META[part][0] for part in ("train", "val", "devkit"))
 SETTINGS = "prepared.json"  # in TARGET: with which flags it was made
@@ -189,23 +189,14 @@ def check_names(items):
 
 def class_items(folder):
     """Return {class: its images}; the targets are CLASS/NAME."""
-    classes = {}
-    for path in sorted(p for p in folder.iterdir() if p.is_dir()):
-        images = sorted(
-            p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS and p.is_file()
-        )
-        if not images:
-            raise UserError(
-                f"{path} has no images ({', '.join(IMG_EXTENSIONS)}): "
-                "put some there or delete the folder"
-            )
-        names = ["_".join(p.relative_to(path).parts) for p in images]
-        pairs = zip(images, names, strict=True)
-        classes[path.name] = [
-            Item(str(p), None, p.stat().st_size, f"{path.name}/{name}") for p, name in pairs
-        ]
-    if len(classes) < 2:
-        raise UserError(f"{folder} has {len(classes)} class folder(s): expected two or more")
+    paths, targets, names = list_images(folder)
+    if len(names) < 2:
+        raise UserError(f"{folder} has {len(names)} class folder(s): expected two or more")
+    classes = {name: [] for name in names}
+    for path, target in zip(paths, targets.tolist(), strict=True):
+        label = names[target]
+        name = "_".join(Path(path).relative_to(folder / label).parts)
+        classes[label].append(Item(path, None, os.path.getsize(path), f"{label}/{name}"))
     return classes
 
 
