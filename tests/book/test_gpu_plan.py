@@ -142,18 +142,6 @@ def without_other_packages(tmp_path):
     return {"PYTHONPATH": str(tmp_path / "blocker"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
-def of_parts():
-    """The processes of all parts on this machine."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if {"DIR", "COUNTS", "PYTHON"} <= process.environ().keys():
-                found.append(process)
-        except psutil.Error:
-            pass
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.rare
 @pytest.mark.timeout(2400)
@@ -195,10 +183,10 @@ def test_a_rehearsal_on_a_pretend_accelerator(without_other_packages, tmp_path):
 def test_a_signal_leaves_no_process_behind():
     process = start("tools/gpu.py", "--rehearse", "rungs", "preflight")
     deadline = time.monotonic() + 120
-    while len(of_parts()) < 4:  # bash and Python of both
+    below = psutil.Process(process.pid)
+    while len(seen := below.children(recursive=True)) < 4:  # bash and Python of both
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-    seen = of_parts()
     process.send_signal(signal.SIGTERM)
     code, out, _ = finished(process, timeout=120)
     assert code != 0 and gone(seen, seconds=30)
