@@ -5,7 +5,6 @@ import importlib.util
 import itertools
 import math
 import os
-import random
 import re
 import runpy
 import shutil
@@ -214,7 +213,7 @@ def whole(tmp_path_factory):
     """A project with everything random, and the lines of two processes that were not stopped."""
     project = copy_template(tmp_path_factory.mktemp("whole"))
     with_everything_random(project)
-    codes, lines = hard(project, "whole", 2, note_seeds_and_lrs)
+    codes, lines = hard(project, "whole", note_seeds_and_lrs)
     assert codes == [0, 0], lines
     return project, lines
 
@@ -307,51 +306,29 @@ HARD = ["--epochs", 3, "--batch-size", 500, "--accumulate", 2, "--clip-grad", 1,
 HARD += ["--workers", 1, "--resume"]
 
 
-def hard(project, name, processes, prepare=work_in, minutes=0):
-    """Train with HARD in the folder `name`, saved after so many minutes; as fork() otherwise."""
+def hard(project, name, prepare=work_in, minutes=0):
+    """Train two processes with HARD, saved in the folder `name` after so many minutes."""
     flags = [*HARD, "--save-every", minutes, "--checkpoints", name]
-    return fork(project, processes, *flags, prepare=prepare)
-
-
-def check_that_it_ends_with_the_same_bits(project, whole_lines, processes, acts):
-    """Train with one act after another, each with the code that it gives, then to the end."""
-    for number, who, act, expected in acts:
-        prepare = functools.partial(act_at_step, number, who, act)
-        minutes = 10 if act is ask_to_stop else 0  # so that the signals alone are a reason to save
-        codes, lines = hard(project, "broken", processes, prepare, minutes)
-        assert codes[who] == expected, lines
-        assert 0 not in codes, lines
-    codes, lines = hard(project, "broken", processes)
-    assert codes == [0] * processes, lines
-    assert lines[0].startswith("resumed from")
-    assert lines[1:] == whole_lines[1 - len(lines) :], "the line of the broken epoch too"
-    whole, broken = (torch.load(project / name / "last.pt") for name in ("whole", "broken"))
-    assert whole["epoch"] == 3 and same(whole, broken)
-    return lines
+    return fork(project, 2, *flags, prepare=prepare)
 
 
 def test_a_killed_run_continues_with_the_same_bits(whole):
     """Killed in the middle of an epoch and of a save, and after signals to one process alone."""
+    project, whole_lines = whole
     killed = -signal.SIGKILL
-    acts = [(7, 0, kill, killed), (3, 0, kill_in_the_next_save, killed), (13, 1, ask_to_stop, 75)]
-    lines = check_that_it_ends_with_the_same_bits(*whole, 2, acts)
     # 6 steps, then 2, then 13: a signal ends the training after the step in which it arrives
+    acts = [(7, 0, kill, killed), (3, 0, kill_in_the_next_save, killed), (13, 1, ask_to_stop, 75)]
+    for number, who, act, expected in acts:
+        prepare = functools.partial(act_at_step, number, who, act)
+        minutes = 10 if act is ask_to_stop else 0  # so that the signals alone are a reason to save
+        codes, lines = hard(project, "broken", prepare, minutes)
+        assert codes[who] == expected and 0 not in codes, lines
+    codes, lines = hard(project, "broken")
+    assert codes == [0, 0], lines
     assert "resumed from broken/last.pt, after step 1 of epoch 2" in lines, lines
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.rare), 2])
-def test_ten_kills_and_signals_at_any_step_leave_the_same_bits(project, processes):
-    with_everything_random(project)
-    _, whole_lines = hard(project, "whole", processes)
-    draw = random.Random(processes)
-    kinds = [(kill, -signal.SIGKILL), (kill_in_the_next_save, -signal.SIGKILL), (ask_to_stop, 75)]
-    acts = []
-    for k in range(10):
-        act, code = kinds[k % 3]
-        who = 0 if act is kill_in_the_next_save else draw.randrange(processes)
-        acts.append((draw.randint(1, 6), who, act, code))
-    check_that_it_ends_with_the_same_bits(project, whole_lines, processes, acts)
+    assert lines[1:] == whole_lines[1 - len(lines) :], "the line of the broken epoch too"
+    end, other = (torch.load(project / name / "last.pt") for name in ("whole", "broken"))
+    assert end["epoch"] == 3 and same(end, other)
 
 
 @pytest.fixture
@@ -375,7 +352,23 @@ def test_each_epoch_and_example_has_an_augmentation_of_its_own(template):
     assert drawn[0] == [template.Seeded(Noise(), 0)[key] for key in keys]
 
 
-def test_it_saves_after_so_many_minutes(template, environment, monkeypatch, tmp_path):
+@pytest.fixture
+def train_here(template, environment, monkeypatch):
+    """A function (*flags) that trains in this process."""
+
+    def train_here(*flags):
+        environment()
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, flags)])
+        template.main(template.parse_args())
+
+    return train_here
+
+
+SHORT = ["--epochs", 1, "--batch-size", 1000, "--checkpoints"]
+
+
+def test_it_saves_after_so_many_minutes(template, train_here, monkeypatch, tmp_path):
     """And at the end. A step takes half a minute, and so does a save."""
     seconds = itertools.count(step=30)
     monkeypatch.setattr(template, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
@@ -385,24 +378,16 @@ def test_it_saves_after_so_many_minutes(template, environment, monkeypatch, tmp_
         saved.append((state["epoch"], state["step"]))
 
     monkeypatch.setattr(template.Run, "write", write)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
-    environment()
-    flags = ["--epochs", "1", "--batch-size", "1000", "--save-every", "2", "--eval-every", "0"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *flags, "--checkpoints", str(tmp_path)])
-    template.main(template.parse_args())
+    train_here(*SHORT, tmp_path, "--save-every", 2, "--eval-every", 0)
     assert saved == [(0, 4), (0, 8), (1, 0)]
 
 
 def test_without_a_test_set_it_trains_and_validates(
-    template, environment, monkeypatch, tmp_path, capsys
+    template, train_here, monkeypatch, tmp_path, capsys
 ):
     train_set, val_set, _ = template.build_datasets()
     monkeypatch.setattr(template, "build_datasets", lambda: (train_set, val_set, None))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its handlers
-    environment()
-    flags = ["--epochs", "1", "--batch-size", "1000", "--checkpoints", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
-    template.main(template.parse_args())
+    train_here(*SHORT, tmp_path)
     (line,) = capsys.readouterr().out.splitlines()
     assert re.match(r"epoch 1/1: train loss \d.* \| validation loss \d", line)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
@@ -419,32 +404,31 @@ def test_amp_computes_in_16_bits(template):
     assert types == [torch.float32, torch.bfloat16, torch.float16]
 
 
-def test_sync_bn_has_the_layers_of_torch(template, environment, monkeypatch):
+def test_sync_bn_has_the_layers_of_torch(template, train_here, monkeypatch):
     """torch refuses them on a CPU, if the template does not."""
     layers = [torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 5)]
     monkeypatch.setattr(template, "build_model", lambda args: torch.nn.Sequential(*layers))
     monkeypatch.setattr(template, "check", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--sync-bn"])
-    environment()
     with pytest.raises(ValueError, match=r"SyncBatchNorm .* GPU"):
-        template.main(template.parse_args())
+        train_here("--sync-bn")
 
 
-def test_flags_that_cannot_work_end_in_one_line(template, environment, monkeypatch, capfd):
-    cases = {
-        "--batch-size 63: expected a multiple of 2, the processes times": (
-            # and two spellings that people and launchers use
-            ["--batch_size", "63", "--accumulate", "2", "--local_rank=0"]
-        ),
-        "--batch-size 10001: expected at most the 10000 training": ["--batch-size", "10001"],
-        "--batch-size, --accumulate, --print-every: expected 1 or more": ["--accumulate", "0"],
-        "--sync-bn: torch's SyncBatchNorm needs GPUs, found none": ["--sync-bn"],
-    }
-    for message, flags in cases.items():
-        environment()
-        monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+# What the error says, and the flags.
+MISTAKES = {
+    # Two spellings that people and launchers use:
+    "--batch-size 63: expected a multiple of 2, the processes times": (
+        ["--batch_size", 63, "--accumulate", 2, "--local_rank=0"]
+    ),
+    "--batch-size 10001: expected at most the 10000 training": ["--batch-size", 10001],
+    "--batch-size, --accumulate, --print-every: expected 1 or more": ["--accumulate", 0],
+    "--sync-bn: torch's SyncBatchNorm needs GPUs, found none": ["--sync-bn"],
+}
+
+
+def test_flags_that_cannot_work_end_in_one_line(train_here, capfd):
+    for message, flags in MISTAKES.items():
         with pytest.raises(SystemExit) as end:
-            template.main(template.parse_args())
+            train_here(*flags)
         assert end.value.code == 2
         (line,) = without_gloo(capfd.readouterr().err).splitlines()
         assert line.startswith(f"train.py: {message}")
@@ -452,9 +436,5 @@ def test_flags_that_cannot_work_end_in_one_line(template, environment, monkeypat
 
 def test_without_distributed_py_it_says_what_to_copy(monkeypatch):
     monkeypatch.delitem(sys.modules, "distributed", raising=False)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match=r"cp template/train\.py common/dist"):
         runpy.run_path(str(ROOT / "template/train.py"))
-    expected = (
-        "no distributed.py beside train.py: cp template/train.py common/distributed.py FOLDER"
-    )
-    assert end.value.code == expected
