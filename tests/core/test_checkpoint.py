@@ -92,7 +92,7 @@ class Code:
         return os.mkdir, (str(self.file),)
 
 
-def truncate(path):
+def cut_off(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
@@ -102,31 +102,20 @@ def flip_one_bit(path):
     path.write_bytes(data)
 
 
-def empty(path):
-    path.write_bytes(b"")
-
-
-def make_a_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-def put_code_in(path):
-    write_file(str(path), {"step": 3, "model": Code(path.parent / "it-ran")})
-
-
 DAMAGE = {
-    truncate: "no checksum at its end",
-    flip_one_bit: "its checksum does not match its content",
-    empty: "it is empty",
-    make_a_folder: "Is a directory",
-    put_code_in: "it would run code",
+    "no checksum at its end": cut_off,
+    "its checksum does not match its content": flip_one_bit,
+    "it is empty": lambda path: path.write_bytes(b""),
+    "Is a directory": lambda path: (path.unlink(), path.mkdir()),
+    "it would run code": lambda path: write_file(
+        str(path), {"step": 3, "model": Code(path.parent / "it-ran")}
+    ),
 }
 
 
 def test_a_damaged_checkpoint_is_named_and_an_older_one_used(open_checkpoints, tmp_path, caplog):
-    for damage, reason in DAMAGE.items():
-        folder = saved(open_checkpoints(tmp_path / damage.__name__), 1, 2, 3)
+    for reason, damage in DAMAGE.items():
+        folder = saved(open_checkpoints(tmp_path / reason), 1, 2, 3)
         damage(folder / "step-00000003.pt")
         caplog.clear()
         loaded, _ = open_checkpoints(folder).load()
@@ -142,7 +131,7 @@ def test_where_all_are_damaged_the_error_says_what_to_do(open_checkpoints):
     checkpoints.save(state(1), BEST)
     folder = saved(checkpoints, 1, 2)
     for path in folder.glob("step-*"):
-        truncate(path)
+        cut_off(path)
     hint = r"step-00000002.pt.*no checksum.*best.pt may do: cp .*best.pt"
     with pytest.raises(UserError, match=hint):
         open_checkpoints(folder).load()
@@ -150,17 +139,23 @@ def test_where_all_are_damaged_the_error_says_what_to_do(open_checkpoints):
 
 def test_a_damaged_newer_file_does_not_cost_the_one_written_now(open_checkpoints):
     folder = saved(open_checkpoints(), 1, 9)
-    truncate(folder / "step-00000009.pt")
+    cut_off(folder / "step-00000009.pt")
     checkpoints = open_checkpoints(folder, keep=1)
     saved(checkpoints, 2)
     assert names(folder) == ["step-00000002.pt", "step-00000009.pt"]
 
 
-def test_training_may_change_its_weights_at_once(open_checkpoints, monkeypatch):
-    """It waits for the copy alone."""
+@pytest.fixture
+def go_on(monkeypatch):
+    """An event for which a disk waits before it writes."""
     go_on = threading.Event()
     write = checkpoint.write_file
     monkeypatch.setattr(checkpoint, "write_file", lambda *given: (go_on.wait(30), write(*given)))
+    return go_on
+
+
+def test_training_may_change_its_weights_at_once(open_checkpoints, go_on):
+    """It waits for the copy alone."""
     checkpoints = open_checkpoints()
     live = state(1)
     live["optimizer"] = [{"momentum": torch.ones(3)}]
@@ -174,10 +169,7 @@ def test_training_may_change_its_weights_at_once(open_checkpoints, monkeypatch):
     assert loaded["model"]["weight"].eq(1).all() and loaded["optimizer"][0]["momentum"].eq(1).all()
 
 
-def test_a_slow_disk_costs_a_checkpoint_and_not_the_run(open_checkpoints, monkeypatch, caplog):
-    go_on = threading.Event()
-    write = checkpoint.write_file
-    monkeypatch.setattr(checkpoint, "write_file", lambda *given: (go_on.wait(30), write(*given)))
+def test_a_slow_disk_costs_a_checkpoint_and_not_the_run(open_checkpoints, go_on, caplog):
     checkpoints = open_checkpoints(patience=0.1)
     for step in (1, 2):
         checkpoints.save(state(step))

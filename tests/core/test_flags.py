@@ -1,7 +1,5 @@
 """Flags that fit no other file of tests: each changes the result as its help promises."""
 
-import contextlib
-import datetime
 import itertools
 import json
 import os
@@ -13,15 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from imagenet_runs import final, parse_06, script
-from ranks import Ranks
 from rungs import flags as shared_flags
 
-from common.distributed import Distributed, LaunchError, free_port
 from common.flags import output_file
-from imagenet import progress
-from imagenet.checks import check_launch
-from imagenet.sampler import GlobalBatchSampler
-from launch.checks import all_reduce, messages
 
 # 01 to 05
 
@@ -168,56 +160,7 @@ def test_both_groups_of_06_have_its_timeout(environment, monkeypatch):
     assert timeouts == [33, 33]
 
 
-LAUNCHERS = ["torchrun", "nodes", "srun", "mpirun", "python"]
-
-
-def test_06_insists_on_a_launcher():
-    of_method = {"auto": LAUNCHERS, "env": ["torchrun", "nodes"], "slurm": ["srun"]}
-    for method, launchers in of_method.items():
-        args = parse_06("--dummy", 8, "--dist-init-method", method)
-        accepted = []
-        for launcher in LAUNCHERS:
-            with contextlib.suppress(LaunchError):
-                check_launch(args, SimpleNamespace(launcher=launcher, is_main=True))
-                accepted.append(launcher)
-        assert accepted == launchers
-
-
-def test_06_times_communication_on_gpus_only_if_asked_for(monkeypatch):
-    """A GPU cannot be measured here, so the clock is a stand-in."""
-    monkeypatch.setattr(progress, "CommunicationClock", lambda ddp, device: "a clock")
-    monkeypatch.setattr("common.records.environment", lambda device: {})
-
-    def clock(kind, world_size, *flags):
-        args = parse_06("--dummy", 8, "--batch-size", 4, *flags)
-        device = torch.device(kind)
-        d = Distributed(0, world_size, 0, world_size, device, "gloo", "torchrun")
-        return progress.Progress(
-            args, d, GlobalBatchSampler(8, 4, 0, world_size), None
-        ).communication
-
-    assert clock("cuda", 2) is None and clock("cuda", 2, "--time-communication") == "a clock"
-    assert clock("cpu", 2) == "a clock", "where it costs nothing"
-    assert clock("cuda", 1, "--time-communication") is None, "nothing to time"
-
-
-# launch/
-
-
-def test_preflight_prints_json_if_asked_for(tmp_path):
-    ranks = Ranks(tmp_path, 1, ["--json"], script="launch/preflight.py")
-    ranks.wait()
-    report = json.loads(ranks.output())
-    verdicts = [check["verdict"] for check in report["checks"]]
-    assert len(verdicts) == 15 and set(verdicts) <= {"ok", "warn", "FAIL"}
-
-
-def test_the_group_of_preflight_ends_after_three_silences(monkeypatch):
-    monkeypatch.setattr(messages, "SILENCE", 11)
-    monkeypatch.setattr(all_reduce, "SIZES", (4096,))
-    pulse = SimpleNamespace(at=lambda stage: None)
-    all_reduce.measure(pulse, dist.HashStore(), 0, 1, torch.device("cpu"))
-    assert timeout_of(dist.group.WORLD) == 33
+# All scripts
 
 
 def test_two_ranks_may_try_the_same_new_file(tmp_path, monkeypatch):
@@ -232,21 +175,6 @@ def test_two_ranks_may_try_the_same_new_file(tmp_path, monkeypatch):
     path = str(tmp_path / "logs/new.jsonl")
     assert output_file(path) == path
     assert not os.path.exists(path)
-
-
-def test_the_store_listens_on_its_port(tmp_path):
-    port = free_port()
-    ranks = Ranks(tmp_path, 1, ["--port", port], script="launch/store.py")
-    try:
-        ranks.wait_for(rf"store: .*:{port}, until Ctrl-C")
-        timeout = datetime.timedelta(seconds=30)
-        client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-        client.set("greeting", "hello")
-        assert client.get("greeting") == b"hello"
-        ranks.signal(0, "SIGTERM")
-        assert ranks.wait() == [0]
-    finally:
-        ranks.end()
 
 
 # What recorded commands mean that do not name these flags

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from common.errors import UserError
 from common.memory import MemoryImages
-from common.models import CifarResNet20, MnistNet, ResidualBlock, SmallNet, build_model
+from common.models import CifarResNet20, MnistNet, ResidualBlock, build_model
 
 
 def images(channels, size, classes=10):
@@ -72,20 +72,6 @@ def test_models_fit_the_channels_and_classes_of_a_dataset():
             model = build_model(flags("--arch", arch), images(channels, size, classes=7))
             assert model.training
             assert model(torch.rand(2, channels, *size)).shape == (2, 7)
-
-
-def test_the_last_batch_norms_see_one_value_of_each_image():
-    """Of small_net."""
-    model = SmallNet()
-    sizes = []
-    for layer in model:
-        if isinstance(layer, torch.nn.BatchNorm2d):
-            layer.register_forward_hook(
-                lambda _, given, out: sizes.append(tuple(given[0].shape[2:]))
-            )
-    assert model(torch.zeros(4, 3, 32, 32)).shape == (4, 10)
-    assert sizes == [(16, 16), (8, 8), (4, 4), (2, 2), (1, 1)]
-    assert sum(p.numel() for p in model.parameters()) == 246_682
 
 
 def test_models_with_a_second_output_give_only_the_first():

@@ -96,13 +96,8 @@ def each_rank(rank, world_size, port, folder):
 def synced(tmp_path_factory):
     """What each of three ranks was told."""
     folder = tmp_path_factory.mktemp("sync_bn")
-    port = free_port()
-    ranks = [context.Process(target=each_rank, args=(rank, 3, port, folder)) for rank in range(3)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0, 0]
+    options = {"nprocs": 3, "start_method": context.get_start_method()}
+    torch.multiprocessing.start_processes(each_rank, (3, free_port(), folder), **options)
     return [torch.load(folder / f"{rank}.pt") for rank in range(3)]
 
 

@@ -6,19 +6,8 @@ from datetime import timedelta
 from common.distributed import Address, LaunchError, free_port, rendezvous
 
 # The beginnings of the names of their variables
-VARIABLES = (
-    "RANK",
-    "PET_",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "GROUP_",
-    "TORCHELASTIC_",
-    "SLURM_",
-    "OMPI_",
-    "PMI",
-)
-VARIABLES += ("MPI_",)
+VARIABLES = ("RANK", "PET_", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_")
+VARIABLES += ("SLURM_", "OMPI_", "PMI", "MPI_")
 
 
 def torchrun(rank=1, world_size=4, **more):
