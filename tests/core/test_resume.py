@@ -2,7 +2,6 @@
 
 import functools
 import os
-import random
 import shutil
 from types import SimpleNamespace
 
@@ -14,38 +13,6 @@ from ranks import Ranks, training_log
 from imagenet.checkpoint_file import decode, read_file, write_file
 from imagenet.checks import check_same_run
 from imagenet.sampler import micro_batches
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.rare)])
-def test_a_run_killed_again_and_again_ends_with_the_same_bits(
-    train, one_each, tmp_path, world_size
-):
-    options = [one_each, "--epochs", 4, "--batch-size", 12, "--accumulate", 2, "--sync-bn"]
-    options += ["--ema", 0.9]
-    options += ["--amp", "bf16", "--checkpoint-every", 2, "--deterministic", "--lr", 0.5]
-    options += ["--warmup-epochs", 1]
-    options += ["--workers", 1 if world_size == 2 else 0]
-    assert train("whole", world_size, *options).wait() == [0] * world_size
-    steps = sorted(random.Random(world_size).sample(range(1, 16), 5 if world_size == 2 else 2))
-    for k, step in enumerate(steps):
-        codes = train(
-            "killed", world_size, *options, "--resume", kill={k % world_size: step}
-        ).wait()
-        assert codes[k % world_size] == -9 and 0 not in codes
-    last = train("killed", world_size, *options, "--resume")
-    assert last.wait() == [0] * world_size, last.output()
-
-    whole, killed = final(tmp_path / "whole"), final(tmp_path / "killed")
-    assert whole["step"] == killed["step"] == 16
-    for part in ("model", "ema", "optimizer", "scaler", "best"):
-        assert same(whole[part], killed[part]), part
-    for folder in ("whole", "killed"):
-        seen = training_log(tmp_path / folder)
-        assert len(seen) == 16
-        for epoch in range(4):
-            images = [target for step in range(4) for target in seen[epoch, step]["targets"]]
-            assert sorted(images) == list(range(40)), "each image of an epoch once"
 
 
 @pytest.mark.slow
@@ -94,21 +61,34 @@ def keep_states(folder, rank):
     checkpoint.Checkpoints.save = save
 
 
-def test_a_killed_run_ends_with_the_state_of_one_that_never_was(train, one_each, tmp_path):
-    """And all ranks save the same, the batch norm of the averaged weights too."""
-    options = [one_each, "--batch-size", 10, "--epochs", 1, "--checkpoint-every", 1, "--keep", 2]
-    options += ["--deterministic", "--eval-every", 0, "--ema", 0.9]
-    ranks = train("whole", 2, *options, prepare=functools.partial(keep_states, tmp_path))
-    assert ranks.wait() == [0, 0], ranks.output()
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_killed_run_ends_with_the_bits_of_one_that_never_was(
+    train, one_each, tmp_path, world_size
+):
+    """And all ranks save the same, the batch norm of the averaged weights too. The sums of three
+    ranks, unlike those of two, depend on the order.
+    """
+    options = [one_each, "--epochs", 1, "--batch-size", 16, "--accumulate", 2, "--ema", 0.9]
+    options += ["--amp", "bf16", "--checkpoint-every", 1, "--keep", 2, "--deterministic"]
+    options += ["--lr", 0.5]
+    prepare = functools.partial(keep_states, tmp_path)
+    ranks = train("whole", world_size, *options, prepare=prepare)
+    assert ranks.wait() == [0] * world_size, ranks.output()
     one, other = (torch.load(tmp_path / f"state{rank}.pt", weights_only=True) for rank in range(2))
     assert any("running_mean" in name for name in one["ema"])
     assert all(same(one[part], other[part]) for part in one)
-    assert -9 in train("killed", 2, *options, kill={1: 2}).wait()
-    assert train("killed", 2, *options, "--resume").wait() == [0, 0]
-    whole, killed = (final(tmp_path / name) for name in ("whole", "killed"))
-    assert whole["totals"][3] == 40, "images of the epoch"
-    for part in ("totals", "model", "ema", "optimizer"):
+    codes = train("killed", world_size, *options, kill={1: 2}).wait()
+    assert codes[1] == -9 and 0 not in codes
+    last = train("killed", world_size, *options, "--resume")
+    assert last.wait() == [0] * world_size, last.output()
+    whole, killed = final(tmp_path / "whole"), final(tmp_path / "killed")
+    assert whole["step"] == killed["step"] == 3
+    for part in ("model", "ema", "optimizer", "scaler", "best"):
         assert same(whole[part], killed[part]), part
+    torch.testing.assert_close(whole["totals"], killed["totals"])
+    seen = training_log(tmp_path / "killed")
+    images = [target for step in range(3) for target in seen[0, step]["targets"]]
+    assert sorted(images) == list(range(40)), "each image of an epoch once"
     assert len(list((tmp_path / "whole/checkpoints").glob("step-*.pt"))) == 2, "--keep"
 
 
@@ -199,23 +179,6 @@ def test_machines_without_a_shared_folder_each_keep_all(train, one_each, tmp_pat
 
 def final_step(folder):
     return decode(read_file(max(folder.glob("step-*.pt"))))["step"]
-
-
-def test_machines_with_a_shared_folder_write_each_file_once(train, one_each, tmp_path):
-    flags = ["--batch-size", 20, "--epochs", 1, "--checkpoint-every", 1, "--eval-every", 0]
-    ranks = train("run", 2, one_each, *flags, nodes=2, prepare=count_writes)
-    assert ranks.wait() == [0, 0]
-    assert [ranks.output(rank).count("writing") for rank in (0, 1)] == [2, 0]
-
-
-def count_writes(rank):
-    from imagenet import checkpoint
-
-    def write(path, state, original=checkpoint.write_file):
-        print("writing", path, flush=True)
-        original(path, state)
-
-    checkpoint.write_file = write
 
 
 def test_a_resumed_run_cuts_batches_as_flags_say_or_as_before(capsys):

@@ -18,28 +18,11 @@ from pathlib import Path
 from common.distributed import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-# The modules that a rank imports, except modules that install signal handlers on import.
-PRELOAD = [
-    "torch",
-    "torchvision",
-    "torch.distributed.nn",
-    "torch.nn.parallel",
-    "torch.optim.swa_utils",
-]
-PRELOAD += [
-    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
-    "torchvision.transforms.v2",
-]
-PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "imagenet.flags"]
-PRELOAD += ["common.sharded", "torch.distributed.fsdp"]
-PRELOAD += [
-    "imagenet.loader",
-    "imagenet.checks",
-    "imagenet.sampler",
-    "imagenet.votes",
-    "imagenet.model",
-    "imagenet.progress",
-]
+# What a rank imports, and what torch imports late; without modules that install signal handlers.
+PRELOAD = ["torch.distributed.fsdp"]
+PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "common.sharded"]
+PRELOAD += ["imagenet.flags", "imagenet.loader", "imagenet.checks", "imagenet.sampler"]
+PRELOAD += ["imagenet.votes", "imagenet.model", "imagenet.progress"]
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)
