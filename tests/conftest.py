@@ -177,11 +177,8 @@ def environment(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, str(value))
 
-    before = dict(os.environ)
     environment(OMP_NUM_THREADS=torch.get_num_threads())
-    yield environment
-    os.environ.clear()  # of what setup_distributed() has set
-    os.environ.update(before)
+    return environment
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The scripts as users run them: they learn, they agree with each other, they fail in one line."""
 
-import contextlib
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import psutil
 import pytest
 import torch
 from images import write_images
-from processes import ROOT, read_until, start
+from processes import ROOT, finished, gone, read_until, start
 from rungs import IN_PROCESS, QUICK, SCRIPTS
 
 from common import data
@@ -33,11 +32,7 @@ def test_a_first_run_sees_loss_fall_and_test_accuracy_rise(run, tmp_path, monkey
     assert (end.code, end.err) == (0, "")
     first, last = (json.loads(line) for line in log.read_text().splitlines())
     assert last["train_loss"] < first["train_loss"] and last["test_acc"] > first["test_acc"] + 3
-    assert "started by python | world size 1" in end.out
-    assert "global batch = 64 x 1 = 64 | lr 0.2 -> 0.05" in end.out
-    assert re.search(
-        r"done: test accuracy [\d.]+% after 2 epochs \| \d+ s \| peak memory [\d.]+ GiB", end.out
-    )
+    assert "done: test accuracy" in end.out
 
 
 @pytest.mark.parametrize("script", [*IN_PROCESS, "07_fsdp.py"])
@@ -136,22 +131,14 @@ def one_class(folder):
     shutil.rmtree(folder / "test" / "dog")
 
 
-def break_train(folder):
-    (folder / "train").rename(folder / "training")
-
-
 def empty_class(folder):
     (folder / "train" / "empty").mkdir()
     (folder / "test" / "empty").mkdir()
 
 
-def truncate(folder):
-    file = folder / "train" / "dog" / "003.png"
-    file.write_bytes(file.read_bytes()[:500])
-
-
-def write_text(folder):
-    (folder / "test" / "cat" / "notes.jpg").write_text("not an image")
+def no_classes(folder):
+    shutil.rmtree(folder / "train")
+    (folder / "train").mkdir()
 
 
 SEED = "'8589934592' given, expected a whole number from 0 to 4294967296"
@@ -159,20 +146,18 @@ FOLDER = ["--dataset", "folder", "--data-dir", "FOLDER"]
 # What the error says, and the flags.
 MISTAKES = {
     "argument --dataset: invalid choice: 'imagenet21k'": ["--dataset", "imagenet21k"],
-    "--data-dir FOLDER has no train/: expected train/CLASS/*.jpg": [*FOLDER, break_train],
+    "--data-dir FOLDER/test has no train/: expected train/CLASS/*.jpg": [
+        *FOLDER[:3],
+        "FOLDER/test",
+    ],
+    "FOLDER/train has no class folders: expected": [*FOLDER, no_classes],
     "FOLDER/train/empty has no images (.jpg, .png, ...): put some": [*FOLDER, empty_class],
-    "train/dog/003.png cannot be read as an image": [*FOLDER, truncate],
-    "test/cat/notes.jpg cannot be read as an image": [*FOLDER, write_text],
     "1 class in FOLDER/train: expected 2 or more, one folder for each": [*FOLDER, one_class],
     "Makefile holds lines that are not run records": ["--log-file", ROOT / "Makefile"],
     f"argument --seed: {SEED}": ["--seed", 2**33],
     "cannot read cifar10 in FOLDER (Dataset not found": ["--dataset", "cifar10", *FOLDER[2:]],
-    "cannot read mnist in FOLDER (Dataset not found": ["--dataset", "mnist", *FOLDER[2:]],
     "--batch-size: '1' given, expected a whole number of 2 or more": ["--batch-size", 1],
-    "--epochs: '0' given, expected a whole number of 1 or more": ["--epochs", 0],
     "--epochs: 'many' given, expected a whole number of 1 or more": ["--epochs", "many"],
-    "--limit: '1' given, expected a whole number of 2 or more": ["--limit", 1],
-    "--lr: '-0.1' given, expected a number above 0": ["--lr", "-0.1"],
     "--lr: 'nan' given, expected a number above 0": ["--lr", "nan"],
     "--arch resnet19: no such model in torchvision; try resnet18": ["--arch", "resnet19"],
     "argument --log-file: cannot write": ["--log-file", "FOLDER/train/cat/000.png/log"],
@@ -215,16 +200,6 @@ def test_a_damaged_image_found_in_mid_run_is_one_line(run, large_folder):
 # Ctrl-C
 
 
-def session_members(sid):
-    """The living processes of a session."""
-    members = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getsid(process.pid) == sid and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process.pid)
-    return members
-
-
 @pytest.mark.slow
 # quick steps, and steps of seconds that Python cannot interrupt
 @pytest.mark.parametrize(
@@ -236,16 +211,14 @@ def test_ctrl_c_ends_a_run_with_one_line_and_leaves_no_workers(tmp_path, to, bat
     given = ["--dataset", "folder", "--data-dir", tmp_path, "--batch-size", batch, "--workers", 2]
     process = start("01_snsc.py", *given)
     read_until(process, "global batch")
-    while len(session_members(process.pid)) < 3:  # until the workers are there
+    workers = []
+    while len(workers) < 2:
+        workers = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.1)
     time.sleep(2)  # into the first steps
     send = os.killpg if to.startswith("the terminal") else os.kill
     send(process.pid, signal.SIGINT)
-    process.wait(300)
-    deadline = time.monotonic() + 3  # killed: workers that are left to themselves notice after 5 s
-    while session_members(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert session_members(process.pid) == []
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 130
+    code, out, err = finished(process)
+    assert code == 130
     assert err.strip() == "01_snsc.py: stopped by Ctrl-C" and "Traceback" not in out
+    assert gone(workers, 3), "killed: workers that are left to themselves notice after 5 s"
