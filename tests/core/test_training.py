@@ -1,7 +1,6 @@
 """How 06 trains and evaluates, and what it tells of that. Its numbers: test_numbers.py."""
 
 import functools
-import itertools
 import re
 import sys
 
@@ -58,11 +57,7 @@ def observed(tmp_path_factory):
 
 def test_dropout_differs_in_every_micro_batch_of_every_rank(observed):
     _, seeds = observed
-    epochs = steps = micro_batches = ranks = (0, 1)
-    places = itertools.product(epochs, steps, micro_batches, ranks)
-    assert sorted(seeds) == sorted(hash((SEED, *place)) for place in places)
-    assert len(set(seeds)) == 16
-    assert not {hash((SEED + 1, 0, 0, 0, 0))} & set(seeds)
+    assert len(seeds) == len(set(seeds)) == 2 * 2 * 2 * 2, "epochs, steps, micro-batches, ranks"
 
 
 def test_ranks_exchange_gradients_once_per_step(observed):
