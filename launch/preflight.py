@@ -32,14 +32,14 @@ from common.distributed import (
 )
 from common.errors import lost_peer, one_line_errors
 from common.flags import Parser
-from launch.checks import checks, show
+from launch.checks import show, verdicts
 from launch.checks.all_reduce import measure, watch
-from launch.checks.checks import Check
 from launch.checks.facts import facts
 from launch.checks.gpu_health import check_gpu_health
 from launch.checks.infiniband import check_infiniband
 from launch.checks.messages import Pulse, collect, wait_for
 from launch.checks.network import Attempt, Listener, connect_to_all
+from launch.checks.verdicts import Check
 from launch.checks.xids import check_xids
 
 ARRIVAL = datetime.timedelta(seconds=20)  # to connect to rank 0
@@ -135,20 +135,20 @@ def lead(store, me, world_size, work, args):
     attempts = [Attempt(*attempt) for rank in tried for attempt in tried[rank]["attempts"]]
 
     done = [
-        checks.check_ranks(all_facts, world_size),
-        checks.check_launch(all_facts),
-        checks.check_devices(all_facts),
-        checks.check_addresses(all_facts, attempts),
-        checks.check_network(all_facts, attempts),
+        verdicts.check_ranks(all_facts, world_size),
+        verdicts.check_launch(all_facts),
+        verdicts.check_devices(all_facts),
+        verdicts.check_addresses(all_facts, attempts),
+        verdicts.check_network(all_facts, attempts),
     ]
     can_measure = all(check.verdict != "FAIL" for check in done) and len(tried) == world_size
     done += [
-        checks.check_port(all_facts),
-        checks.check_versions(all_facts),
-        checks.check_code(all_facts),
-        checks.check_clocks(all_facts, clocks),
-        checks.check_shared_memory(all_facts),
-        checks.check_threads(all_facts),
+        verdicts.check_port(all_facts),
+        verdicts.check_versions(all_facts),
+        verdicts.check_code(all_facts),
+        verdicts.check_clocks(all_facts, clocks),
+        verdicts.check_shared_memory(all_facts),
+        verdicts.check_threads(all_facts),
         check_gpu_health(all_facts),
         check_xids(all_facts),
         check_infiniband(all_facts),
@@ -158,7 +158,7 @@ def lead(store, me, world_size, work, args):
     if can_measure:
         outcome = watch(store, world_size, work)
         times = outcome.times if world_size > 1 else None
-        done.append(checks.check_all_reduce(outcome, all_facts))
+        done.append(verdicts.check_all_reduce(outcome, all_facts))
     else:
         done.append(Check("all_reduce", "warn", "not measured, because a check above failed"))
     report = show.as_json if args.json else show.as_text

@@ -4,7 +4,7 @@ import re
 from xml.etree import ElementTree
 
 from launch.checks import commands
-from launch.checks.checks import Check, worst
+from launch.checks.verdicts import Check, worst
 
 # nvidia-smi -q -x prints all that it knows as XML. Its --query-gpu refuses a whole question if one
 # field has another name in this version, as clocks_throttle_reasons and clocks_event_reasons.

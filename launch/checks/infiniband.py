@@ -5,7 +5,7 @@ import ctypes
 import resource
 from pathlib import Path
 
-from launch.checks.checks import Check, worst
+from launch.checks.verdicts import Check, worst
 
 ADAPTERS = Path("/sys/class/infiniband")  # the kernel lists them here; RoCE adapters too
 DEVICES = Path("/dev/infiniband")  # what a program opens; a container may lack it

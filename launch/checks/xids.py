@@ -4,7 +4,7 @@ import re
 import time
 
 from launch.checks import commands
-from launch.checks.checks import Check, worst
+from launch.checks.verdicts import Check, worst
 
 PATIENCE = 2  # seconds
 LINE = re.compile(  # [ 4711.123456] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, ...

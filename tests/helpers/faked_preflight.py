@@ -1,7 +1,4 @@
-"""Run launch/preflight.py with faults: FAKE names them, FAKE_RANK their rank (default: 1).
-
-"machine" is a fault of all ranks. Without FAKE, nothing is wrong.
-"""
+"""Run launch/preflight.py with the faults of rank 1 that FAKE names, or of all ranks: "machine"."""
 
 import os
 import resource
@@ -49,7 +46,6 @@ FAKES = {
     "code": lambda: setattr(facts_module, "code_hash", lambda: "0badc0de"),
     "clock": lambda: setattr(preflight, "time", SimpleNamespace(time=lambda: time.time() + 20)),
     "killed": lambda: setattr(preflight, "facts", end(signal.SIGKILL)),
-    "killed in all_reduce": lambda: setattr(all_reduce, "time_all_reduce", end(signal.SIGKILL)),
     "stopped in all_reduce": lambda: setattr(all_reduce, "time_all_reduce", end(signal.SIGSTOP)),
 }
 
@@ -57,6 +53,6 @@ if __name__ == "__main__":
     with one_line_errors():
         _, ranks = find_launcher()
         for fake in filter(None, os.environ.get("FAKE", "").split(",")):
-            if fake == "machine" or ranks.rank == int(os.environ.get("FAKE_RANK", 1)):
+            if fake == "machine" or ranks.rank == 1:
                 FAKES[fake]()
         preflight.main()

@@ -1,4 +1,4 @@
-"""Checks of the facts that all ranks have told. Each returns a Check."""
+"""Verdicts on the facts that all ranks have told. Each function returns a Check."""
 
 import contextlib
 from pathlib import Path
