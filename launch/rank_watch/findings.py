@@ -8,6 +8,8 @@ from typing import NamedTuple
 from rank_watch.calls import differences, join
 
 SAME_SHARE = 0.1  # of the forward passes: fewer equal ones may be equal by chance
+COPY = "docs/copy-setup-distributed.md"
+DATA = "docs/data-loading.md"
 
 
 class Judgment(NamedTuple):
@@ -49,35 +51,32 @@ def judge(runs):
 
 def check_settings(runs, judgment):
     """Compare learning rates and other settings, loss scales, and numbers of training steps."""
-    for k, steps in enumerate(zip(*(run.steps for run in runs), strict=False)):
+    follow = different_follow(runs)
+    for k, steps in enumerate(together(run.steps for run in runs)):
         settings = [step["settings"] for step in steps]
-        if all(setting == settings[0] for setting in settings):
+        if equal(settings):
             continue
         name = different_setting(settings)
         values = values_of(runs, [setting_of(setting, name) for setting in settings])
-        text = f"the {name} of the ranks differs in training step {k + 1}: {values}"
-        if follow := different_follow(runs):
-            seen, line = follow
-            text += (
-                f". ReduceLROnPlateau.step() got {seen} at {line}: all ranks must decide on one "
-                "number, so sum it over the ranks before"
+        remedy = "All ranks must have the same schedule: compute it from the training step"
+        if follow:
+            remedy = (
+                f"{follow}: all ranks must decide on one number, so sum it over the ranks before"
             )
-        else:
-            text += ". All ranks must have the same schedule: compute it from the training step"
-        judgment.found.append(f"{text} (docs/copy-setup-distributed.md)")
+        judgment.found.append(
+            f"the {name} of the ranks differs in training step {k + 1}: {values}. {remedy} ({COPY})"
+        )
         break
     else:
-        if follow := different_follow(runs):
-            seen, line = follow
+        if follow:
             judgment.found.append(
-                f"ReduceLROnPlateau.step() got {seen} at {line}: the learning rates of the ranks "
-                "will differ. All ranks must decide on one number: sum it over the ranks before "
-                "(docs/copy-setup-distributed.md)"
+                f"{follow}: the learning rates of the ranks will differ. All ranks must decide on "
+                f"one number: sum it over the ranks before ({COPY})"
             )
         elif any(run.steps for run in runs):
             judgment.compared.append("the same learning rates")
-    for k, scales in enumerate(zip(*(run.scales for run in runs), strict=False)):
-        if len(set(scales)) > 1:
+    for k, scales in enumerate(together(run.scales for run in runs)):
+        if not equal(scales):
             judgment.found.append(
                 f"the loss scales of the ranks differ after update {k + 1}: "
                 f"{values_of(runs, scales)}. A rank skipped a step that the others made: their "
@@ -86,10 +85,10 @@ def check_settings(runs, judgment):
             break
     counts = [len(run.steps) for run in runs]
     ended = all(run.end and run.end["why"] == "end" for run in runs)
-    if ended and len(set(counts)) > 1:
+    if ended and not equal(counts):
         judgment.found.append(
             f"the ranks made different numbers of training steps: {values_of(runs, counts)}. Each "
-            "rank needs the same number of batches (docs/data-loading.md#uneven-shares)"
+            f"rank needs the same number of batches ({DATA}#uneven-shares)"
         )
 
 
@@ -107,19 +106,19 @@ def setting_of(groups, name):
 
 
 def different_follow(runs):
-    """Return (values, line) of the first number that a scheduler followed, and that differs."""
-    for follows in zip(*(run.follows for run in runs), strict=False):
+    """Return what a scheduler followed, if that differs between the ranks, or None."""
+    for follows in together(run.follows for run in runs):
         values = [follow["value"] for follow in follows]
-        if len(set(values)) > 1:
-            return values_of(runs, values), follows[0]["line"]
+        if not equal(values):
+            return f"ReduceLROnPlateau.step() got {values_of(runs, values)} at {follows[0]['line']}"
     return None
 
 
 def check_weights(runs, judgment):
     """Compare the weights after each training step."""
     compared = set()
-    for k, steps in enumerate(zip(*(run.steps for run in runs), strict=False)):
-        if any(step["optimizer"] != steps[0]["optimizer"] for step in steps):
+    for k, steps in enumerate(together(run.steps for run in runs)):
+        if not equal([step["optimizer"] for step in steps]):
             judgment.found.append(
                 f"the ranks stepped different optimizers in training step {k + 1}: "
                 f"{values_of(runs, [step['line'] for step in steps])}"
@@ -127,7 +126,7 @@ def check_weights(runs, judgment):
             return
         different = different_places([step["weights"] for step in steps])
         if different:
-            if all(step["settings"] == steps[0]["settings"] for step in steps):
+            if equal([step["settings"] for step in steps]):
                 judgment.found.append(explain_weights(runs, k, different))
             return  # else other settings explain it, and were named
         known = [number for number in steps[0]["weights"] if number is not None]
@@ -142,53 +141,51 @@ def check_weights(runs, judgment):
 def explain_weights(runs, k, different):
     """Say why these weights differ after step k."""
     steps = [run.steps[k] for run in runs]
-    number = steps[0]["optimizer"]
     optimizers = [step["parameters"] for step in steps]
     optimizer = optimizers[0]
     names = name_some([optimizer["names"][place] or "?" for place in different])
     models = {optimizer["models"][place] for place in different}
-    where = f"({optimizer['name']} at {steps[0]['line']})"
-    text = f"the weights of the ranks differ after training step {k + 1} {where}: {names}"
-    page = "docs/copy-setup-distributed.md"
-    passes = passes_before(runs[0], k, number)
-    if not runs[0].models:
-        return (
-            f"{text}. No DistributedDataParallel was made, so each rank trains a model of its own: "
-            f"wrap the model ({page})"
-        )
-    if None in models:
-        return (
-            f"{text}. No DistributedDataParallel holds these parameters, so their gradients are "
-            "not averaged: wrap their model too, and wrap it after the last layer is added or "
-            f"unfrozen ({page})"
-        )
-    if different_places([optimizer["before"] for optimizer in optimizers]):
-        return (
-            f"{text}. They differed before the first step: the wrap makes them equal, so something "
-            f"changed them after it. Load weights on all ranks, or before the wrap ({page})"
-        )
-    if not different_places([step["gradients"] for step in steps]):
-        return (
-            f"{text}. Their gradients were equal: the optimizer's state differs. Load it on all "
-            f"ranks ({page})"
-        )
+    passes = passes_before(runs[0], k, steps[0]["optimizer"])
     through = [forward for forward in passes if forward.ddp in models and forward.training]
     past = [forward for forward in passes if forward.inside in models and forward.ddp is None]
-    if not through and past:
-        return (
-            f"{text}. No forward pass of a DistributedDataParallel in training: at {past[0].line} "
-            f"the model inside it is called, so the gradients are not averaged. Call the "
-            f"DistributedDataParallel ({page})"
+    page = COPY
+    if not runs[0].models:
+        cause = (
+            "No DistributedDataParallel was made, so each rank trains a model of its own: wrap the "
+            "model"
         )
-    if through and not through[-1].sync:
-        return (
-            f"{text}. The last forward pass before the step, at {through[-1].line}, is under "
-            "no_sync(), so the gradients are not averaged: leave the last micro-step out of it "
-            "(docs/performance.md)"
+    elif None in models:
+        cause = (
+            "No DistributedDataParallel holds these parameters, so their gradients are not "
+            "averaged: wrap their model too, and wrap it after the last layer is added or unfrozen"
         )
+    elif different_places([optimizer["before"] for optimizer in optimizers]):
+        cause = (
+            "They differed before the first step: the wrap makes them equal, so something changed "
+            "them after it. Load weights on all ranks, or before the wrap"
+        )
+    elif not different_places([step["gradients"] for step in steps]):
+        cause = "Their gradients were equal: the optimizer's state differs. Load it on all ranks"
+    elif past and not through:
+        cause = (
+            "No forward pass of a DistributedDataParallel in training: at "
+            f"{past[0].line} the model inside it is called, so the gradients are not averaged. "
+            "Call the DistributedDataParallel"
+        )
+    elif through and not through[-1].sync:
+        cause = (
+            f"The last forward pass before the step, at {through[-1].line}, is under no_sync(), so "
+            "the gradients are not averaged: leave the last micro-step out of it"
+        )
+        page = "docs/performance.md"
+    else:
+        cause = (
+            "Their gradients differ: they were changed after they were averaged, or not averaged"
+        )
+    where = f"({optimizer['name']} at {steps[0]['line']})"
     return (
-        f"{text}. Their gradients differ: they were changed after they were averaged, or not "
-        f"averaged ({page})"
+        f"the weights of the ranks differ after training step {k + 1} {where}: {names}. {cause} "
+        f"({page})"
     )
 
 
@@ -230,16 +227,14 @@ def check_training_data(runs, judgment):
 def check_data_sets(runs, loaders, judgment):
     """Say whether the ranks read from one data set, or have divided it: so that they compare."""
     line = loaders[0].line
-    if any(loader.base != loaders[0].base for loader in loaders):
+    if not equal([loader.base for loader in loaders]):
         sizes = values_of(runs, [f"{loader.base[1]} samples" for loader in loaders])
         judgment.notes.append(f"the ranks have different data sets at {line}: {sizes}")
         return False
     hashes = [loader.samples for loader in loaders]
-    same = all(hashes) and all(some == hashes[0] for some in hashes)
-    distributed = any(loader.sampler == "DistributedSampler" for loader in loaders)
-    if all(hashes) and not same:
+    if all(hashes) and not equal(hashes):
         text = f"the data sets of the ranks at {line} have other samples at the same index"
-        if distributed:
+        if any(loader.sampler == "DistributedSampler" for loader in loaders):
             judgment.found.append(
                 f"{text}, and a DistributedSampler divides them by index: some samples are read by "
                 "several ranks, others by none. Build the data set with the same seed and the same "
@@ -252,16 +247,14 @@ def check_data_sets(runs, loaders, judgment):
             )
         return False
     subsets = [loader.subset and set(loader.subset) for loader in loaders]
-    if all(subsets) and not all(subset == subsets[0] for subset in subsets):
-        shared = most_shared(subsets)
-        if shared:
-            judgment.found.append(
-                f"each rank has another Subset of the data at {line}: {len(subsets[0]):,} samples "
-                f"on rank {runs[0].rank}, of which {shared:,} are on another rank too. A random "
-                "split without a seed: one rank trains on samples that another rank holds back. "
-                "Give random_split() a generator with a fixed seed (docs/data-loading.md)"
-            )
-            return False
+    if all(subsets) and not equal(subsets) and (shared := most_shared(subsets)):
+        judgment.found.append(
+            f"each rank has another Subset of the data at {line}: {len(subsets[0]):,} samples on "
+            f"rank {runs[0].rank}, of which {shared:,} are on another rank too. A random split "
+            "without a seed: one rank trains on samples that another rank holds back. Give "
+            f"random_split() a generator with a fixed seed ({DATA})"
+        )
+        return False
     return True
 
 
@@ -274,23 +267,21 @@ def find_shared_samples(runs, loaders):
     """Return a sentence if two ranks read the same samples in one epoch, or None."""
     loader = loaders[0]
     world_size = len(runs)
-    whole = [one.share is not None and one.share >= (one.size or math.inf) for one in loaders]
-    divided = loader.subset is not None and not most_shared([set(one.subset) for one in loaders])
-    if divided:  # a share that was taken by hand
-        return None
-    seeds = [one.seed for one in loaders]
+    where = f"({loader.sampler} at {loader.line})"
+    whole = all(one.share is not None and one.share >= (one.size or math.inf) for one in loaders)
+    if loader.subset is not None and not most_shared([set(one.subset) for one in loaders]):
+        return None  # a share that was taken by hand
     if draws_with_replacement(loaders):
-        if all(whole):
+        if whole:
             return (
                 f"each of the {world_size} ranks draws {loader.share:,} samples per epoch from a "
-                f"data set of {loader.size:,} ({loader.sampler} at {loader.line}): {world_size} "
-                f"epochs in one. Give it num_samples // {world_size}, and another seed on each "
-                "rank (docs/copy-setup-distributed.md)"
+                f"data set of {loader.size:,} {where}: {world_size} epochs in one. Give it "
+                f"num_samples // {world_size}, and another seed on each rank ({COPY})"
             )
-        if all(one.epochs[0].indices == loader.epochs[0].indices for one in loaders):
+        if equal([one.epochs[0].indices for one in loaders]):
             return (
-                f"all ranks draw the same samples ({loader.sampler} at {loader.line}): seed each "
-                "rank differently, after the model is made (docs/copy-setup-distributed.md)"
+                f"all ranks draw the same samples {where}: seed each rank differently, after the "
+                f"model is made ({COPY})"
             )
         return None
     for epoch in range(min(len(one.epochs) for one in loaders)):
@@ -299,19 +290,20 @@ def find_shared_samples(runs, loaders):
         if shared < world_size:  # a DistributedSampler repeats up to world_size - 1 samples
             continue
         example = next(a & b for a, b in itertools.combinations(sets, 2) if a & b)
-        text = (
-            f"two ranks read the same samples: {shared:,} of {len(sets[0]):,} samples of epoch "
-            f"{epoch + 1} ({loader.sampler} at {loader.line}), such as sample {min(example)}"
-        )
-        if len(set(map(str, seeds))) > 1:
-            return (
-                f"{text}. The seed of the {loader.sampler} differs: {values_of(runs, seeds)}. It "
-                "must be the same on all ranks (docs/data-loading.md)"
+        seeds = [one.seed for one in loaders]
+        remedy = USE_SAMPLER
+        if not equal([str(seed) for seed in seeds]):
+            remedy = (
+                f"The seed of the {loader.sampler} differs: {values_of(runs, seeds)}. It must be "
+                f"the same on all ranks ({DATA})"
             )
-        if loader.sampler == "DistributedSampler":
-            return f"{text}. Do all ranks call set_epoch() with the same number? ({WHY_SET_EPOCH})"
-        return f"{text}. {USE_SAMPLER}"
-    if all(whole) and loader.sampler in ("RandomSampler", "SequentialSampler"):
+        elif loader.sampler == "DistributedSampler":
+            remedy = f"Do all ranks call set_epoch() with the same number? ({WHY_SET_EPOCH})"
+        return (
+            f"two ranks read the same samples: {shared:,} of {len(sets[0]):,} samples of epoch "
+            f"{epoch + 1} {where}, such as sample {min(example)}. {remedy}"
+        )
+    if whole and loader.sampler in ("RandomSampler", "SequentialSampler"):
         return (
             f"each of the {world_size} ranks reads the whole data set ({loader.size:,} samples per "
             f"epoch, {loader.sampler} at {loader.line}): {world_size} epochs in one. {USE_SAMPLER}"
@@ -321,19 +313,16 @@ def find_shared_samples(runs, loaders):
 
 def draws_with_replacement(loaders):
     """Return whether the sampler of these loaders gives a sample several times on purpose."""
-    if loaders[0].sampler in ("RandomSampler", "SequentialSampler", "DistributedSampler"):
-        return loaders[0].replacement
-    repeats = [
-        len(set(epoch.indices)) < len(epoch.indices) for one in loaders for epoch in one.epochs
-    ]
-    return loaders[0].replacement or any(repeats)
+    loader = loaders[0]
+    if loader.sampler in ("RandomSampler", "SequentialSampler", "DistributedSampler"):
+        return loader.replacement
+    epochs = [epoch for one in loaders for epoch in one.epochs]
+    repeats = any(len(set(epoch.indices)) < len(epoch.indices) for epoch in epochs)
+    return loader.replacement or repeats
 
 
-WHY_SET_EPOCH = "docs/data-loading.md#why-set_epoch"
-USE_SAMPLER = (
-    "Give the loader sampler=DistributedSampler(dataset) "
-    "(docs/data-loading.md#who-gets-which-image)"
-)
+WHY_SET_EPOCH = f"{DATA}#why-set_epoch"
+USE_SAMPLER = f"Give the loader sampler=DistributedSampler(dataset) ({DATA}#who-gets-which-image)"
 
 
 def find_repeated_samples(runs, loaders):
@@ -344,11 +333,10 @@ def find_repeated_samples(runs, loaders):
         for number, epoch in enumerate(loader.epochs):
             repeated = {k: n for k, n in Counter(epoch.indices).items() if n > 1}
             if len(repeated) >= len(runs):
-                example = min(repeated)
                 return (
                     f"rank {run.rank} reads {len(repeated):,} samples more than once in epoch "
-                    f"{number + 1} ({loader.sampler} at {loader.line}), such as sample {example}: "
-                    "right only if the sampler should draw with replacement"
+                    f"{number + 1} ({loader.sampler} at {loader.line}), such as sample "
+                    f"{min(repeated)}: right only if the sampler should draw with replacement"
                 )
     return None
 
@@ -364,14 +352,14 @@ def find_missing_samples(runs, loaders):
     if loader.subset is None:
         missing = loader.size - len(read)
     else:
-        missing = len(set().union(*(one.subset for one in loaders)) - read)
-    batches = sum(one.batch_size or 0 for one in loaders)
-    if missing <= (batches if loader.drop_last else 0) + len(runs):
+        missing = len(expected_samples(loaders) - read)
+    dropped = sum(one.batch_size or 0 for one in loaders) if loader.drop_last else 0
+    if missing <= dropped + len(runs):
         return None
     return (
         f"no rank reads {missing:,} of {loader.size:,} samples in epoch 1 ({loader.sampler} at "
         f"{loader.line}): each of {len(runs)} ranks should read one {ordinal(len(runs))}. Does the "
-        "sampler know another number of ranks? (docs/data-loading.md#who-gets-which-image)"
+        f"sampler know another number of ranks? ({DATA}#who-gets-which-image)"
     )
 
 
@@ -400,48 +388,43 @@ def check_order(runs, loaders, judgment):
 
 def check_inputs(runs, judgment):
     """Compare the inputs of the model in each training step, sample by sample."""
-    same = {}
-    total = Counter()
-    example = {}
-    constant = {}
-    passes = [[f for f in run.forwards if f.training and f.inputs] for run in runs]
-    for forwards in zip(*passes, strict=False):
+    passes = {}  # {model: [(its forward pass on the first rank, the inputs of all ranks)]}
+    trained = [[f for f in run.forwards if f.training] for run in runs]
+    for forwards in together([f for f in of_rank if f.inputs] for of_rank in trained):
         model = forwards[0].model
         if any(forward.model != model for forward in forwards):
             break
-        total[model] += 1
         inputs = [tuple(forward.inputs) for forward in forwards]
-        constant.setdefault(model, set()).add(inputs[0])
-        if len(set(inputs)) < len(inputs):
-            same.setdefault(model, []).append(forwards[0])
-            example[model] = next(
-                (runs[a].rank, runs[b].rank)
-                for a, b in itertools.combinations(range(len(runs)), 2)
-                if inputs[a] == inputs[b]
-            )
-    if not total and any(f.training for run in runs for f in run.forwards):
+        passes.setdefault(model, []).append((forwards[0], inputs))
+    if not passes and any(trained):
         judgment.notes.append("inputs of the model that are not tensors were not compared")
     known = [text for text in judgment.found if "same samples" in text or "whole data set" in text]
-    for model, forwards in same.items():
-        if known or len(forwards) < SAME_SHARE * total[model]:
+    any_same = False
+    for model, all_inputs in passes.items():
+        same = [(forward, inputs) for forward, inputs in all_inputs if len(set(inputs)) < len(runs)]
+        any_same = any_same or bool(same)
+        if not same or known or len(same) < SAME_SHARE * len(all_inputs):
             continue
-        if len(constant[model]) == 1 and total[model] > 1:
+        if len({inputs[0] for _, inputs in all_inputs}) == 1 and len(all_inputs) > 1:
             judgment.notes.append(
                 f"the input of {model} is the same in each training step, on all ranks: right in a "
                 "benchmark"
             )
             continue
-        a, b = example[model]
+        inputs = same[-1][1]
+        pairs = itertools.combinations(range(len(runs)), 2)
+        a, b = next((a, b) for a, b in pairs if inputs[a] == inputs[b])
         judgment.found.append(
-            f"ranks {a} and {b} have the same input in {len(forwards)} of {total[model]} forward "
-            f"passes of {model} ({forwards[0].line}). Batches that are cut from the data in order "
-            "must be cut from another part of it on each rank. Random batches and noise need "
-            "another seed on each rank, set after the model is made: torch.manual_seed(seed + "
-            "rank), and numpy's and Python's too if you draw with them "
-            "(docs/copy-setup-distributed.md)"
+            f"ranks {runs[a].rank} and {runs[b].rank} have the same input in {len(same)} of "
+            f"{len(all_inputs)} forward passes of {model} ({same[0][0].line}). Batches that are "
+            "cut from the data in order must be cut from another part of it on each rank. Random "
+            "batches and noise need another seed on each rank, set after the model is made: "
+            "torch.manual_seed(seed + rank), and numpy's and Python's too if you draw with them "
+            f"({COPY})"
         )
-    if total and not same and not any("different data" in text for text in judgment.compared):
-        judgment.compared.append(f"different inputs ({sum(total.values())} forward passes)")
+    if passes and not any_same and not any("different data" in text for text in judgment.compared):
+        count = sum(map(len, passes.values()))
+        judgment.compared.append(f"different inputs ({count} forward passes)")
 
 
 # Random numbers
@@ -476,21 +459,21 @@ def check_random_numbers(runs, judgment):
             f"all ranks draw the same random numbers {' and '.join(places)}, from "
             f"{' and '.join(names)}: seed with the rank after the model is made, "
             "torch.manual_seed(seed + rank). Right for a choice that all ranks must share, or if "
-            "you accept equal noise (docs/data-loading.md#random-augmentation)"
+            f"you accept equal noise ({DATA}#random-augmentation)"
         )
     for loaders in loaders_together(runs):
         states = [loader.worker_states for loader in loaders]
         if not all(states) or not loaders[0].trains:
             continue
         for k, source in enumerate(SOURCES):
-            seeds = {state[2 * k] for state in states}
-            if all(state[2 * k + 1] for state in states) and len(seeds) == 1:
+            drawn = all(state[2 * k + 1] for state in states)
+            if drawn and equal([state[2 * k] for state in states]):
                 judgment.found.append(
                     f"the loader workers of all ranks draw the same random numbers "
                     f"({SOURCES[source]}, loader at {loaders[0].line}): the k-th image of each "
                     "rank is cropped and flipped alike. Seed with the rank before the loader is "
                     "used: torch.manual_seed(seed + rank), and add the rank to the seed of a "
-                    "worker_init_fn (docs/data-loading.md#random-augmentation)"
+                    f"worker_init_fn ({DATA}#random-augmentation)"
                 )
                 break
 
@@ -502,10 +485,8 @@ def draws_are_equal(runs, span, source):
         for run in runs
     ]
     common = set.intersection(*steps)
-    if not common:
-        return False
     states = [[run.draws[step, span, source] for step in sorted(common)] for run in runs]
-    return all(some == states[0] for some in states)
+    return bool(common) and equal(states)
 
 
 # The evaluation
@@ -513,7 +494,7 @@ def draws_are_equal(runs, span, source):
 
 def check_evaluation(runs, judgment):
     """Compare which samples each rank evaluates."""
-    seen = False
+    seen = any(not forward.training for run in runs for forward in run.forwards)
     for loaders in loaders_together(runs):
         loader = loaders[0]
         if any(one.trains or not one.evaluates for one in loaders):
@@ -530,29 +511,27 @@ def check_evaluation(runs, judgment):
         everything = expected_samples(loaders)
         twice = [k for k, count in counts.items() if count > 1]
         missing = everything - set(counts)
-        if all(some == sets[0] for some in sets) and len(sets[0]) == len(everything):
+        parts = []
+        if twice:
+            parts.append(f"{len(twice):,} twice, such as sample {min(twice)}")
+        if missing:
+            parts.append(f"{len(missing):,} on no rank, such as sample {min(missing)}")
+        if equal(sets) and len(sets[0]) == len(everything):
             judgment.notes.append(
                 f"each rank evaluates all {len(everything):,} samples ({loader.line}): right if "
                 "their counts are not summed over the ranks, but every rank does the same work"
             )
-        elif twice or missing:
-            parts = []
-            if twice:
-                parts.append(f"{len(twice):,} twice, such as sample {min(twice)}")
-            if missing:
-                parts.append(f"{len(missing):,} on no rank, such as sample {min(missing)}")
+        elif parts:
             gathers = any("gather" in name for name, _ in runs[0].messages)
             only_twice = gathers and not missing
             (judgment.notes if only_twice else judgment.found).append(
                 f"of {len(everything):,} samples, the ranks evaluate {' and '.join(parts)} "
                 f"({loader.sampler} at {loader.line}): the result depends on the number of ranks, "
                 "unless you leave out the repeated ones after a gather. Give each rank "
-                "range(rank, len(dataset), world_size) (docs/data-loading.md#exact-evaluation)"
+                f"range(rank, len(dataset), world_size) ({DATA}#exact-evaluation)"
             )
         else:
             judgment.compared.append(f"each of {len(everything):,} samples evaluated once")
-    for run in runs:
-        seen = seen or any(not forward.training for forward in run.forwards)
     if not seen:
         judgment.notes.append("no evaluation was seen: --epoch-steps 5, or --steps 0 to the end")
 
@@ -565,13 +544,14 @@ def expected_samples(loaders):
 
 def check_evaluated_model(runs, judgment):
     """Compare the weights and batch norm's running statistics with which the ranks evaluate."""
-    begins = [[f for f in run.forwards if f.weights] for run in runs]
-    for forwards in zip(*begins, strict=False):
+    if any("of the ranks differ" in text for text in judgment.found):
+        return  # and so do these
+    for forwards in together([f for f in run.forwards if f.weights] for run in runs):
         if different_places([forward.weights for forward in forwards]):
             what = "the weights of the evaluated model"
             remedy = (
                 "If it trains, call its DistributedDataParallel; if it is a copy of the weights, "
-                "make it after the wrap (docs/copy-setup-distributed.md)"
+                f"make it after the wrap ({COPY})"
             )
         elif different_places([forward.statistics for forward in forwards]):
             what = "batch norm's running statistics"
@@ -584,8 +564,6 @@ def check_evaluated_model(runs, judgment):
             f"{forwards[0].step} ({forwards[0].model} at {forwards[0].line}): each rank evaluates "
             "another model"
         )
-        if any("of the ranks differ" in sentence for sentence in judgment.found):
-            return  # and so do these
         if any("each rank evaluates all" in note for note in judgment.notes):
             judgment.notes.append(f"{text}. Right if only one rank's result counts")
         else:
@@ -601,30 +579,30 @@ def check_accumulation(runs, judgment):
     run = runs[0]
     if len(run.optimizers) != 1:
         return  # a step of several models has several backward passes
-    by_step = {}
+    by_step = {}  # {training step: [(forward passes of a DDP, loaded batches) of a micro-step]}
     for step, forwards, batches in run.micro_steps:
-        wrapped = [forward for forward in forwards if forward.ddp is not None]
-        by_step.setdefault(step, []).append((wrapped, batches))
-    whole = [by_step.get(step, []) for step in range(len(run.steps))]
-    whole = [passes for passes in whole if passes]
-    loads = any(batches for passes in whole for _, batches in passes)
-    for passes in whole:
-        enough = len(passes) > 1 and all(len(wrapped) == 1 for wrapped, _ in passes)
+        if step < len(run.steps):
+            wrapped = [forward for forward in forwards if forward.ddp is not None]
+            by_step.setdefault(step, []).append((wrapped, batches))
+    loads = any(batches for passes in by_step.values() for _, batches in passes)
+    for passes in by_step.values():
+        averaged = all(len(wrapped) == 1 and wrapped[0].sync for wrapped, _ in passes)
         fresh = not loads or sum(batches for _, batches in passes) >= len(passes)
-        if not (enough and fresh and all(wrapped[0].sync for wrapped, _ in passes)):
+        if len(passes) < 2 or not averaged or not fresh:
             return
-    if whole:
-        count = len(whole[0])
+    if by_step:
+        first = by_step[min(by_step)]
+        line = first[0][0][0].line
         judgment.found.append(
-            f"the gradients are averaged in each of the {count} micro-steps of a training step "
-            f"({whole[0][0][0][0].line}): correct, but {count} times the messages. Put all but the "
-            "last one under ddp.no_sync() (docs/performance.md)"
+            f"the gradients are averaged in each of the {len(first)} micro-steps of a training "
+            f"step ({line}): correct, but {len(first)} times the messages. Put all but the last "
+            "one under ddp.no_sync() (docs/performance.md)"
         )
 
 
 def check_unused(runs, judgment):
     """Say so if every parameter is used, though DDP looks for unused ones in each step."""
-    for models in zip(*(run.models for run in runs), strict=False):
+    for models in together(run.models for run in runs):
         times = [model["times"] for model in models]
         if not all(times) or any(min(some) == 0 or min(some) != max(some) for some in times):
             continue
@@ -659,7 +637,7 @@ def check_files(runs, judgment):
 
 def check_calls(runs, judgment):
     """Compare the collectives that all ranks have called."""
-    if not all(run.end and run.end["why"] != "failed" for run in runs):
+    if any_failed(runs):
         return
     answers = {run.rank: {"at": "the end", "calls": run.calls} for run in runs}
     for difference in differences(answers):
@@ -669,7 +647,7 @@ def check_calls(runs, judgment):
 
 def explain_failure(runs):
     """Return a sentence on the first call in which the ranks differ, if some failed, or None."""
-    if all(run.end and run.end["why"] != "failed" for run in runs):
+    if not any_failed(runs):
         return None
     for calls in itertools.zip_longest(*(run.messages for run in runs)):
         names = {call and call[0] for call in calls}
@@ -692,26 +670,38 @@ def explain_failure(runs):
 # Helpers
 
 
+def any_failed(runs):
+    """Return whether a script failed, or a process ended without a word."""
+    return not all(run.end and run.end["why"] != "failed" for run in runs)
+
+
+def together(lists):
+    """Yield what the ranks have at the same place of their lists, up to the end of the shortest."""
+    return zip(*lists, strict=False)
+
+
+def equal(values):
+    """Return whether the values of all ranks are equal."""
+    return all(value == values[0] for value in values)
+
+
 def loaders_together(runs):
     """Yield the loaders that all ranks have, by line and order: a list with one per rank."""
-    named = []
+    by_line = []
     for run in runs:
-        counts = Counter()
-        names = {}
+        loaders = {}
         for loader in run.loaders:
-            counts[loader.line] += 1
-            names[loader.line, counts[loader.line]] = loader
-        named.append(names)
-    for name in named[0]:
-        if all(name in names for names in named):
-            yield [names[name] for names in named]
+            loaders.setdefault(loader.line, []).append(loader)
+        by_line.append(loaders)
+    for line in by_line[0]:
+        yield from together(loaders.get(line, []) for loaders in by_line)
 
 
 def different_places(lists):
     """Return the places at which lists of numbers differ. None is unknown."""
     return [
         place
-        for place, numbers in enumerate(zip(*lists, strict=False))
+        for place, numbers in enumerate(together(lists))
         if len({number for number in numbers if number is not None}) > 1
     ]
 

@@ -35,12 +35,27 @@ class Rank:
         self.still_since = None  # when it was first seen at this place with this use of the CPU
         self.closed = False
 
-    def has_failed(self):
-        last = self.events[-1] if self.events else {"kind": ""}
-        return self.closed or (last["kind"] == "done" and last["why"] == "failed")
+    def end(self):
+        """Return the event with which the rank ended, or None."""
+        return next((event for event in self.events[-1:] if event["kind"] == "done"), None)
 
     def is_done(self):
-        return self.closed or any(event["kind"] == "done" for event in self.events[-1:])
+        return self.closed or self.end() is not None
+
+    def has_failed(self):
+        return self.closed or (self.is_done() and self.end()["why"] == "failed")
+
+    def is_still(self):
+        return self.still_since and time.monotonic() - self.still_since > STILL
+
+    def take(self, answer):
+        """Note an answer to a question, and whether the rank has done anything since the last."""
+        before = self.answer
+        same = before and all(before[key] == answer[key] for key in ("at", "calls"))
+        moved = before and answer["cpu"] - before["cpu"] > 0.05
+        if not same or moved:
+            self.still_since = time.monotonic()
+        self.answer = answer
 
     def send(self, message):
         try:
@@ -111,13 +126,7 @@ class Monitor:
             self.ranks[rank.number] = rank
             rank.send({"kind": "welcome"})
         if event["kind"] == "calls" and "question" in event:
-            same = rank.answer and [rank.answer[key] for key in ("at", "calls")] == [
-                event[key] for key in ("at", "calls")
-            ]
-            moved = rank.answer and event["cpu"] - rank.answer["cpu"] > 0.05
-            if not same or moved or rank.still_since is None:
-                rank.still_since = time.monotonic()
-            rank.answer = event
+            rank.take(event)
             return
         self.last_event = time.monotonic()
         rank.answer = rank.still_since = self.difference = None
@@ -137,49 +146,31 @@ class Monitor:
         answers = {}
         for number, rank in self.ranks.items():
             if rank.is_done():
-                calls = [event for event in rank.events if event["kind"] == "calls"]
-                at = {"at": where_it_ended(rank), "calls": calls[-1]["calls"] if calls else []}
-                answers[number] = at
+                calls = [event["calls"] for event in rank.events if event["kind"] == "calls"]
+                answers[number] = {"at": where_it_ended(rank), "calls": calls[-1] if calls else []}
             elif rank.answer:
                 answers[number] = rank.answer
-        done = {number for number, rank in self.ranks.items() if rank.is_done()}
-        waiting = answers.keys() - done
-        if not waiting:
+        if all(self.ranks[number].is_done() for number in answers):
             return None
         seen = None
         for difference in differences(answers):
-            certain = difference.kind == "differs"
-            ended = done & set(difference.missing)
-            still = all(
-                self.ranks[number].still_since
-                and time.monotonic() - self.ranks[number].still_since > STILL
-                for number in set(difference.missing) - done
-            )
-            if difference.kind == "missing" and (ended or still):
-                certain = True
-            if certain:
-                seen = difference.text
-                if any(self.ranks[number].has_failed() for number in difference.missing):
-                    seen = ""
+            missing = [self.ranks[number] for number in difference.missing]
+            never = any(map(Rank.is_done, missing)) or all(map(Rank.is_still, missing))
+            if difference.kind == "differs" or (difference.kind == "missing" and never):
+                seen = "" if any(map(Rank.has_failed, missing)) else difference.text
                 break
         repeated = seen is not None and seen == self.difference
         self.difference = seen
-        if repeated and not seen:
-            return ""
-        if repeated:
-            return f"the ranks wait for each other for ever: {seen} (docs/hangs.md)"
-        return None
+        if not repeated:
+            return None
+        return seen and f"the ranks wait for each other for ever: {seen} (docs/hangs.md)"
 
     def finish(self, hang):
         """Print the findings, and tell all ranks to end."""
-        runs = []
-        for number, rank in sorted(self.ranks.items()):
-            runs.append(Run(number, rank.events))
+        runs = [Run(number, rank.events) for number, rank in sorted(self.ranks.items())]
         judgment = judge(runs)
-        found = list(judgment.found)
         hang = hang or explain_failure(runs)
-        if hang:
-            found.insert(0, hang)
+        found = [hang, *judgment.found] if hang else judgment.found
         failures = failures_of(runs, hang)
         lines = ["", *(f"found: {text}" for text in found), *failures]
         steps = max((len(run.steps) for run in runs), default=0)
@@ -203,8 +194,8 @@ class Monitor:
 
 def where_it_ended(rank):
     """Return what a rank that is done did last, for a sentence: "rank 1 is at ..."."""
-    end = rank.events[-1] if rank.events else {"kind": ""}
-    if end["kind"] != "done":
+    end = rank.end()
+    if end is None:
         return "its end: the process was killed or has aborted"
     if end["why"] == "steps":
         return f"its training step {end['steps']}, the last one that is watched"

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -25,7 +26,6 @@ from rank_watch.places import (
     place_of_thread,
     recorded_calls,
 )
-from rank_watch.runs import pack
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -78,28 +78,25 @@ class Recorder:
         self.started_processes = False  # with mp.spawn
 
         self.communicates = False  # a collective has called another one
-        self.optimizers = {}  # id of an optimizer: its number
+        self.optimizers = {}  # an optimizer: its number
         self.sizes = {}  # of each optimizer: its parameters
         self.step_depth = 0  # an optimizer may step another one
-        self.steps = []  # of each optimizer
+        self.steps = Counter()  # of each optimizer
         self.before = None  # the weights before the first step
         self.gradients = []
-        self.wrapped = {}  # id of a module inside a DDP: the number of the DDP
+        self.wrapped = {}  # a module inside a DDP: the number of the DDP
         self.ddps = []
-        self.names = {}  # id of a parameter: its name
-        self.held = {}  # id of a parameter: the number of its DDP
-        self.used = {}  # id of a parameter of a DDP that looks for unused ones: times it was used
+        self.names = {}  # a parameter: its name
+        self.held = {}  # a parameter: the number of its DDP
+        self.used = Counter()  # a parameter of a DDP that looks for unused ones: times it was used
         self.root = None  # the module whose forward pass runs, and which no other module calls
-        self.named = set()  # ids of modules whose parameters have names
         self.loader_lines = {}  # id of a loader: where it was made
-        self.loaders = {}  # id of a loader: its number, from its first pass on
-        self.datasets = []  # of each loader
+        self.loaders = {}  # a loader: its number, from its first pass on
         self.index_samplers = {}  # id of a loader's sampler of batches: the loader's number
         self.worker_states = []  # (loader, shared array)
+        self.shared = None  # with the workers that are started now: states, and which moved
         self.random_states = {}  # source: hash
         self.evaluates = False  # the last forward pass was one of an evaluation
-        self.multipliers = {}  # of hashes
-        self.kept = []  # so that no id is used twice
 
     # What torch calls
 
@@ -161,17 +158,19 @@ class Recorder:
         result = real(ddp, module, *args, **kwargs)
         number = len(self.ddps)
         self.ddps.append(ddp)
-        for part in module.modules():
-            self.wrapped[id(part)] = number
+        self.wrapped |= dict.fromkeys(module.modules(), number)
         for name, parameter in module.named_parameters():
-            self.names[id(parameter)] = name
-            if parameter.requires_grad:  # else DDP leaves it out, also if it is to train later
-                self.held[id(parameter)] = number
-            if ddp.find_unused_parameters and parameter.requires_grad:
-                self.used[id(parameter)] = 0
-                parameter.register_post_accumulate_grad_hook(count_use)
+            self.names[parameter] = name
+            if not parameter.requires_grad:
+                continue  # DDP leaves it out, also if it is to train later
+            self.held[parameter] = number
+            if ddp.find_unused_parameters:
+                parameter.register_post_accumulate_grad_hook(self.count_use)
         self.add("model", name=type(module).__name__)
         return result
+
+    def count_use(self, parameter):
+        self.used[parameter] += 1
 
     def before_step(self, optimizer, args, kwargs):
         self.step_depth += 1
@@ -180,7 +179,7 @@ class Recorder:
         self.root = None
         parameters = parameters_of(optimizer)
         self.gradients = fingerprints(parameter.grad for parameter in parameters)
-        number = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
+        number = self.optimizers.setdefault(optimizer, len(self.optimizers))
         if self.sizes.get(number) != len(parameters):
             self.before = fingerprints(parameters)
 
@@ -189,18 +188,15 @@ class Recorder:
         if self.step_depth:
             return
         parameters = parameters_of(optimizer)
-        number = self.optimizers[id(optimizer)]
-        if number == len(self.steps):
-            self.steps.append(0)
-            self.kept.append(optimizer)
+        number = self.optimizers[optimizer]
         if self.sizes.get(number) != len(parameters):  # new, or with another group of parameters
             self.sizes[number] = len(parameters)
             self.add(
                 "optimizer",
                 optimizer=number,
                 name=type(optimizer).__name__,
-                names=[self.names.get(id(parameter), "") for parameter in parameters],
-                models=[self.held.get(id(parameter)) for parameter in parameters],
+                names=[self.names.get(parameter, "") for parameter in parameters],
+                models=[self.held.get(parameter) for parameter in parameters],
                 before=self.before,
             )
         self.steps[number] += 1
@@ -219,7 +215,8 @@ class Recorder:
         )
         self.flush()
         if self.max_steps and self.steps[number] >= self.max_steps:
-            self.end_at_step(self.steps[number])
+            self.finish("steps", steps=self.steps[number])
+            exit_process(self.exit_code(0))
 
     def before_forward(self, module, args):
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
@@ -235,11 +232,9 @@ class Recorder:
             return  # a loss function, a transform of images
         if self.root is None:
             self.root = module
-            if id(module) not in self.named:
-                self.named.add(id(module))
-                self.kept.append(module)
+            if any(parameter not in self.names for parameter in parameters):
                 for name, parameter in module.named_parameters():
-                    self.names.setdefault(id(parameter), name)
+                    self.names.setdefault(parameter, name)
         self.mark("outside")
         self.add_forward(module, args, ddp)
 
@@ -257,12 +252,12 @@ class Recorder:
             "forward",
             model=type(module.module if ddp else module).__name__,
             ddp=self.ddps.index(module) if ddp else None,
-            inside=self.wrapped.get(id(module)),
+            inside=self.wrapped.get(module),
             sync=bool(getattr(module, "require_backward_grad_sync", True)),
             training=training,
             grad=torch.is_grad_enabled(),
             joins=bool(ddp and module._join_config.enable),
-            inputs=self.hashes_of_samples(args),
+            inputs=hashes_of_samples(args),
             line=own_line(),
             **values,
         )
@@ -297,45 +292,42 @@ class Recorder:
     def begin_loader(self, real, loader):
         if get_worker_info() is not None:
             return real(loader)
-        number = self.loaders.setdefault(id(loader), len(self.loaders))
-        if number == len(self.datasets):
+        if loader not in self.loaders:
             self.add_loader(loader)
+        number = self.loaders[loader]
         self.mark("before a loader")
-        array = multiprocessing.get_context("fork").RawArray("q", 2 * len(SOURCES))
-        self.worker_states.append((number, array))
-        set_worker_states(array)
+        self.shared = multiprocessing.get_context("fork").RawArray("q", 2 * len(SOURCES))
+        self.worker_states.append((number, self.shared))
         self.add("epoch", loader=number)
         try:
             return real(loader)
         finally:
-            set_worker_states(None)
+            self.shared = None
             self.mark("loader")
 
     def length(self, real, loader):
         return min(real(loader), self.epoch_steps or sys.maxsize)
 
     def add_loader(self, loader):
-        self.kept.append(loader)
-        self.datasets.append(loader.dataset)
+        number = self.loaders.setdefault(loader, len(self.loaders))
+        self.index_samplers[id(loader._index_sampler)] = number
         sampler, dataset = loader.sampler, loader.dataset
         values = {"iterable": isinstance(dataset, IterableDataset)}
-        self.index_samplers[id(loader._index_sampler)] = self.loaders[id(loader)]
         if not values["iterable"]:
             base, indices = base_of(dataset)
-            values["size"] = length_of(dataset)
-            values["base"] = [type(base).__name__, length_of(base)]
-            values["subset"] = None if indices is None else pack(indices)
-            values["share"] = length_of(sampler) if loader.batch_size else None
-            values["sampler"] = type(
-                loader.batch_sampler if is_custom(loader) else sampler
-            ).__name__
-            values["replacement"] = bool(getattr(sampler, "replacement", False))
-            values["shuffle"] = isinstance(sampler, RandomSampler) or getattr(
-                sampler, "shuffle", None
-            )
-            values["seed"] = getattr(sampler, "seed", None)
-            values["drop_last"] = bool(loader.drop_last)
-            values["batch_size"] = loader.batch_size
+            shuffles = getattr(sampler, "shuffle", None)
+            values |= {
+                "size": length_of(dataset),
+                "base": [type(base).__name__, length_of(base)],
+                "subset": indices,
+                "share": length_of(sampler) if loader.batch_size else None,
+                "sampler": type(loader.batch_sampler if is_custom(loader) else sampler).__name__,
+                "replacement": bool(getattr(sampler, "replacement", False)),
+                "shuffle": isinstance(sampler, RandomSampler) or shuffles,
+                "seed": getattr(sampler, "seed", None),
+                "drop_last": bool(loader.drop_last),
+                "batch_size": loader.batch_size,
+            }
         line = self.loader_lines.get(id(loader)) or own_line()
         self.add("loader", line=line, **values)
 
@@ -364,37 +356,11 @@ class Recorder:
         self.add("batch", loader=self.index_samplers.get(id(iterator._index_sampler)))
         return batch
 
-    def hashes_of_samples(self, args):
-        """Return a hash for each sample of a batch of inputs, or None: unknown."""
-        try:
-            with torch.no_grad():
-                tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.dim()]
-                if not tensors:
-                    return None
-                tensors = [x for x in tensors if len(x) == len(tensors[0])]
-                total = sum(self.hash_rows(x) * (k + 1) for k, x in enumerate(tensors))
-                return total.tolist()
-        except (RuntimeError, TypeError):
-            return None
-
-    def hash_rows(self, tensor):
-        """Return a number of 64 bits for each row: a sum with weights that are always the same."""
-        rows = as_integers(tensor).view(len(tensor), -1)
-        count = rows.size(1)
-        key = (count, rows.device)
-        if key not in self.multipliers:
-            generator = torch.Generator().manual_seed(1)
-            numbers = torch.randint(2**62, (count,), generator=generator)
-            self.multipliers[key] = (2 * numbers + 1).to(rows.device)
-        return torch.stack([(row.long() * self.multipliers[key]).sum() for row in rows])
-
     def probe(self):
         """Send hashes of three samples of each data set, read with the same random numbers."""
-        states = torch.get_rng_state(), random.getstate()
         numpy = sys.modules.get("numpy")
-        numpy_state = numpy.random.get_state() if numpy else None
-        for number, dataset in enumerate(self.datasets):
-            base, _ = base_of(dataset)
+        for loader, number in self.loaders.items():
+            base, _ = base_of(loader.dataset)
             hashes = []
             with contextlib.suppress(Exception):  # of the reader's data set
                 for index in (0, len(base) // 2, len(base) - 1):
@@ -404,10 +370,6 @@ class Recorder:
                         numpy.random.seed(0)
                     hashes.append(hash_of(base[index]))
             self.add("samples", loader=number, hashes=hashes)
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy:
-            numpy.random.set_state(numpy_state)
 
     # Random numbers
 
@@ -470,19 +432,11 @@ class Recorder:
         hosts = [os.environ.get("MASTER_ADDR"), host]
         if host == socket.gethostname():
             hosts.insert(0, "127.0.0.1")
+        me = {"rank": self.rank, "host": socket.gethostname()}
         for name in filter(None, hosts):
             with contextlib.suppress(OSError):
                 self.connection = socket.create_connection((name, port), PATIENCE)
-                self.send(
-                    [
-                        {
-                            "kind": "hello",
-                            "token": token,
-                            "rank": self.rank,
-                            "host": socket.gethostname(),
-                        }
-                    ]
-                )
+                self.send([{"kind": "hello", "token": token} | me])
                 self.replies = self.connection.makefile()
                 if self.replies.readline():  # the monitor accepts the token
                     break
@@ -498,12 +452,11 @@ class Recorder:
             self.connection.sendall(text.encode())
 
     def flush(self):
-        events, self.events = self.events, []
         if self.connection is None:
-            self.events = events
-        else:
-            with contextlib.suppress(OSError):  # the monitor has ended
-                self.send(events)
+            return
+        events, self.events = self.events, []
+        with contextlib.suppress(OSError):  # the monitor has ended
+            self.send(events)
 
     def listen(self):
         """Answer the monitor's questions, until it sends its verdict or ends."""
@@ -515,8 +468,7 @@ class Recorder:
                     break
                 self.flush()
                 at = place_of_thread(self.thread)
-                answer = {"kind": "calls", "question": True, "at": at, "calls": recorded_calls()}
-                self.send([answer | {"cpu": time.process_time()}])
+                self.send([{"kind": "calls", "question": True} | calls_so_far(at)])
         if self.verdict is None:
             text = "check_ranks.py: the process that compares the ranks has ended too early"
             self.verdict = {"code": 1, "text": text, "now": False}
@@ -527,11 +479,6 @@ class Recorder:
             exit_process(self.exit_code(0))
 
     # The end
-
-    def end_at_step(self, step):
-        """End the run after the last step that is watched."""
-        self.finish("steps", steps=step)
-        exit_process(self.exit_code(0))
 
     def leave(self, real, code):
         if os.getpid() == self.pid:
@@ -557,9 +504,9 @@ class Recorder:
                 self.add("worker", loader=number, states=list(array))
         for number, ddp in enumerate(self.ddps):
             if ddp.find_unused_parameters:
-                used = [self.used.get(id(p)) for p in ddp.module.parameters() if p.requires_grad]
+                used = [self.used[p] for p in ddp.module.parameters() if p.requires_grad]
                 self.add("used", model=number, times=used)
-        self.add("calls", at="", calls=recorded_calls(), cpu=time.process_time())
+        self.add("calls", **calls_so_far(at=""))
         self.add("done", why=why, **values)
         self.flush()
         self.told.wait()
@@ -570,13 +517,22 @@ class Recorder:
         if self.started_processes:
             return
         count = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", 1)))
-        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
-        text = alone(count, sum(self.steps))
+        self.rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+        text = (
+            "check_ranks.py: one process, so there are no ranks to compare: expected two or more; "
+            "torchrun --nproc-per-node=2 launch/check_ranks.py train.py; with one GPU, on the CPU: "
+            "CUDA_VISIBLE_DEVICES= torchrun ..."
+        )
+        if count > 1:
+            text = (
+                f"found: {self.steps.total()} training steps, and no process group: the script "
+                f"never called init_process_group(), so each of the {count} processes trains a "
+                "model of its own (docs/copy-setup-distributed.md)"
+            )
         self.verdict = {"code": 1 if count > 1 else 2, "text": text}
-        if rank == 0:
+        if self.rank == 0:
             print(text, flush=True)
             self.write_error_file()
-        self.rank = rank
 
     def exit_code(self, code):
         """Return the exit code of this process, whose script ended with `code`."""
@@ -643,18 +599,8 @@ def one_line(error):
     return traceback.format_exception_only(error)[-1].strip().splitlines()[0]
 
 
-def alone(count, steps):
-    if count > 1:
-        return (
-            f"found: {steps} training steps, and no process group: the script never called "
-            f"init_process_group(), so each of the {count} processes trains a model of its own "
-            "(docs/copy-setup-distributed.md)"
-        )
-    return (
-        "check_ranks.py: one process, so there are no ranks to compare: expected two or more; "
-        "torchrun --nproc-per-node=2 launch/check_ranks.py train.py; with one GPU, on the CPU: "
-        "CUDA_VISIBLE_DEVICES= torchrun ..."
-    )
+def calls_so_far(at):
+    return {"at": at, "calls": recorded_calls(), "cpu": time.process_time()}
 
 
 def replace(owner, name, function):
@@ -711,10 +657,21 @@ def hash_of(value):
     total = 0
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            leaf = leaf.detach().cpu().contiguous().numpy()
+            leaf = as_integers(leaf).cpu().numpy()
         data = leaf.tobytes() if hasattr(leaf, "tobytes") else repr(leaf).encode()
         total = zlib.crc32(data, total)
     return total
+
+
+def hashes_of_samples(args):
+    """Return a hash for each sample of a batch of inputs, or None: unknown."""
+    try:
+        with torch.no_grad():
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.dim()]
+            tensors = [x.cpu() for x in tensors if len(x) == len(tensors[0])]
+            return [hash_of(sample) for sample in zip(*tensors, strict=True)] or None
+    except (RuntimeError, TypeError):
+        return None
 
 
 def random_states():
@@ -738,13 +695,7 @@ def is_at_its_end(iterator):
 
 # In the workers of a loader
 
-worker_states = None  # shared with the workers that are started now: a state, and whether it moved
 seeds = {}  # {source: the last seed}
-
-
-def set_worker_states(array):
-    global worker_states
-    worker_states = array
 
 
 def note_seed(source, real, *args, **kwargs):
@@ -762,7 +713,8 @@ def fetch_in_worker(real, fetcher, indices):
     A data set that seeds for each sample begins with its last seed.
     """
     worker = get_worker_info()
-    if worker is None or worker.id or worker_states is None:
+    states = recorder.shared
+    if worker is None or worker.id or states is None:
         return real(fetcher, indices)
     before, seeds_before = random_states(), last_seeds()
     result = real(fetcher, indices)
@@ -772,13 +724,9 @@ def fetch_in_worker(real, fetcher, indices):
             start = before[source]
             if seeds_before.get(source) != seeds_after.get(source):
                 start = seeds_after[source]
-            worker_states[2 * k] = worker_states[2 * k] or start
-            worker_states[2 * k + 1] |= before[source] != after[source]
+            states[2 * k] = states[2 * k] or start
+            states[2 * k + 1] |= before[source] != after[source]
     return result
-
-
-def count_use(parameter):
-    recorder.used[id(parameter)] += 1
 
 
 def parameters_of(optimizer):
@@ -809,7 +757,7 @@ def base_of(dataset):
     indices = None
     while isinstance(dataset, Subset):
         inner = dataset.indices
-        indices = list(inner) if indices is None else [inner[k] for k in indices]
+        indices = [int(inner[k]) for k in (range(len(inner)) if indices is None else indices)]
         dataset = dataset.dataset
     return dataset, indices
 

@@ -1,7 +1,5 @@
 """What one rank did, in the order of the training: read from the events of its recorder."""
 
-import base64
-import zlib
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -30,7 +28,7 @@ class Loader:
         self.known = False  # each sample has a number, an index of the data set
         self.size = values.get("size")  # of its data set
         self.base = values.get("base")  # the data set inside of Subsets: [type, length]
-        self.subset = unpack(values.get("subset"))  # indices of the base, in order, or None
+        self.subset = values.get("subset")  # indices of the base, in order, or None
         self.share = values.get("share")  # samples per epoch on this rank, or None: unknown
         self.sampler = values.get("sampler", "")
         self.replacement = values.get("replacement", False)
@@ -113,22 +111,54 @@ class Run:
             loader.settle()
 
     def read(self, event):
-        kind = event["kind"].replace(" ", "_")
-        reader = getattr(self, f"read_{kind}", None)
-        if reader:
-            reader(event)
-
-    def read_hello(self, event):
-        self.host = event["host"]
-
-    def read_model(self, event):
-        self.models.append(event | {"times": None})
-
-    def read_optimizer(self, event):
-        self.optimizers[event["optimizer"]] = event
-
-    def read_step(self, event):
-        self.steps.append(event | {"parameters": self.optimizers[event["optimizer"]]})
+        match event["kind"]:
+            case "hello":
+                self.host = event["host"]
+            case "model":
+                self.models.append(event | {"times": None})
+            case "optimizer":
+                self.optimizers[event["optimizer"]] = event
+            case "step":
+                self.steps.append(event | {"parameters": self.optimizers[event["optimizer"]]})
+            case "forward":
+                self.read_forward(event)
+            case "backward":
+                if not event["in_step"]:  # LBFGS computes gradients several times in a step
+                    self.micro_steps.append((len(self.steps), self.passes, self.batches))
+                self.passes = []
+                self.batches = 0
+            case "loader":
+                self.loaders.append(Loader(event))
+            case "epoch":
+                self.loaders[event["loader"]].epochs.append(Epoch())
+            case "indices":
+                self.loaders[event["loader"]].epochs[-1].batches.append(event["indices"])
+            case "epoch ends":
+                self.loaders[event["loader"]].epochs[-1].ended = True
+            case "epoch is cut":
+                self.is_cut = True
+            case "batch":
+                self.read_batch(event["loader"])
+            case "samples":
+                self.loaders[event["loader"]].samples = event["hashes"]
+            case "worker":
+                self.loaders[event["loader"]].worker_states = event["states"]
+            case "draw":
+                self.draws[len(self.steps), event["span"], event["source"]] = event["state"]
+            case "collective":
+                self.messages.append((event["name"], event["line"]))
+            case "follow":
+                self.follows.append(event)
+            case "scale":
+                self.scales.append(event["value"])
+            case "write":
+                self.writes.append(event)
+            case "used":
+                self.models[event["model"]]["times"] = event["times"]
+            case "calls":
+                self.calls = event["calls"]
+            case "done":
+                self.end = event
 
     def read_forward(self, event):
         kept = {name: event.get(name) for name in Forward._fields if name != "step"}
@@ -148,65 +178,14 @@ class Run:
             self.recent = set()
         self.claimed = True
 
-    def read_backward(self, event):
-        if not event["in_step"]:  # LBFGS computes gradients several times in a step
-            self.micro_steps.append((len(self.steps), self.passes, self.batches))
-        self.passes = []
-        self.batches = 0
-
-    def read_loader(self, event):
-        self.loaders.append(Loader(event))
-
-    def read_epoch(self, event):
-        self.loaders[event["loader"]].epochs.append(Epoch())
-
-    def read_indices(self, event):
-        self.loaders[event["loader"]].epochs[-1].batches.append(event["indices"])
-
-    def read_epoch_ends(self, event):
-        self.loaders[event["loader"]].epochs[-1].ended = True
-
-    def read_epoch_is_cut(self, event):
-        self.is_cut = True
-
-    def read_collective(self, event):
-        self.messages.append((event["name"], event["line"]))
-
-    def read_batch(self, event):
+    def read_batch(self, loader):
         self.batches += 1
-        if event["loader"] is None:
+        if loader is None:
             return
         if self.claimed:
             self.recent = set()
             self.claimed = False
-        self.recent.add(event["loader"])
-
-    def read_samples(self, event):
-        self.loaders[event["loader"]].samples = event["hashes"]
-
-    def read_worker(self, event):
-        self.loaders[event["loader"]].worker_states = event["states"]
-
-    def read_draw(self, event):
-        self.draws[len(self.steps), event["span"], event["source"]] = event["state"]
-
-    def read_follow(self, event):
-        self.follows.append(event)
-
-    def read_scale(self, event):
-        self.scales.append(event["value"])
-
-    def read_write(self, event):
-        self.writes.append(event)
-
-    def read_used(self, event):
-        self.models[event["model"]]["times"] = event["times"]
-
-    def read_calls(self, event):
-        self.calls = event["calls"]
-
-    def read_done(self, event):
-        self.end = event
+        self.recent.add(loader)
 
 
 def merged(loaders):
@@ -218,17 +197,3 @@ def merged(loaders):
         if first is not loader:
             first.epochs += loader.epochs
     return list(kinds.values())
-
-
-def pack(indices):
-    """Return whole numbers as a string that is short enough to send."""
-    data = b"".join(int(k).to_bytes(8, "little") for k in indices)
-    return base64.b64encode(zlib.compress(data)).decode()
-
-
-def unpack(text):
-    """Return the whole numbers of pack(), or None for None."""
-    if text is None:
-        return None
-    data = zlib.decompress(base64.b64decode(text))
-    return [int.from_bytes(data[k : k + 8], "little") for k in range(0, len(data), 8)]
