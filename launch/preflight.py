@@ -24,12 +24,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.distributed import (
-    check_launch,
-    find_address,
-    find_launcher,
-    open_store,
-)
+from common.distributed import check_launch, find_address, find_launcher, open_store
 from common.errors import lost_peer, one_line_errors
 from common.flags import Parser
 from launch.checks import show, verdicts

@@ -83,50 +83,36 @@ def watch(store, world_size, work):
         except Exception as error:  # any error belongs in the report
             errors.append(error)
 
+    stages = {}  # {rank: its last stage}
+    beats = {}  # {rank: its last message}
+    heard = {}  # {rank: when its last message came}
+    progress = time.monotonic()  # when a rank last reached another stage
+
+    def look():
+        """Wait for the next pulse, and read the message of each rank."""
+        nonlocal progress
+        time.sleep(PULSE)
+        for rank in range(world_size):
+            message = store.get(f"pulse {rank}").decode()
+            if message == beats.get(rank):
+                continue
+            beats[rank] = message
+            heard[rank] = time.monotonic()
+            stage = message.split(" ", 1)[1]
+            if stage != stages.get(rank):
+                stages[rank] = stage
+                progress = time.monotonic()
+
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    pulses = Pulses(store, world_size)
-    while thread.is_alive() and time.monotonic() - pulses.progress < messages.SILENCE:
-        pulses.look()
+    while thread.is_alive() and time.monotonic() - progress < messages.SILENCE:
+        look()
     end = time.monotonic()
     # Listen a while longer, to learn which ranks are silent.
     while not times and time.monotonic() - end < 8 * PULSE:
-        pulses.look()
-    silent = [] if times else [rank for rank, heard in pulses.heard.items() if heard < end]
-    return Outcome(
-        times[0] if times else None, errors[0] if errors else None, pulses.stages, silent
-    )
-
-
-class Pulses:
-    """What the Pulse of each rank tells.
-
-    Args:
-        store: the store.
-        world_size: int.
-    """
-
-    def __init__(self, store, world_size):
-        self.store = store
-        self.world_size = world_size
-        self.beats = {}  # {rank: its last message}
-        self.stages = {}  # {rank: its last stage}
-        self.heard = {}  # {rank: when its last message came}
-        self.progress = time.monotonic()  # when a rank last reached another stage
-
-    def look(self):
-        """Wait for the next pulse, and read those of all ranks."""
-        time.sleep(PULSE)
-        for rank in range(self.world_size):
-            message = self.store.get(f"pulse {rank}").decode()
-            if message == self.beats.get(rank):
-                continue
-            self.beats[rank] = message
-            self.heard[rank] = time.monotonic()
-            stage = message.split(" ", 1)[1]
-            if stage != self.stages.get(rank):
-                self.stages[rank] = stage
-                self.progress = time.monotonic()
+        look()
+    silent = [] if times else [rank for rank, last in heard.items() if last < end]
+    return Outcome(times[0] if times else None, errors[0] if errors else None, stages, silent)
 
 
 def text_of(size):

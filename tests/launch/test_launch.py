@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from launchers import TRAIN
 from processes import ROOT, finished, gone, read_until, start, start_copy, workers
-from ranks import Ranks
 from rungs import QUICK, parse
 
 from common.ddp_flags import parse_ddp_args
@@ -60,36 +59,6 @@ def test_several_copies_of_01_say_that_each_trains_alone(environment, monkeypatc
             environment(**{size: 2, rank: value})
             parse_args("")
             assert capsys.readouterr().err.count(expected) == lines
-
-
-def print_crops_and_weights(rank):
-    """Print how a rank crops and mirrors its images, and the sum of the weights at the start."""
-    from common import data, models
-
-    def crop(images, padding, top, left, mirror, original=data.crop_and_flip):
-        print("crops", top.tolist(), left.tolist(), mirror.tolist(), flush=True)
-        return original(images, padding, top, left, mirror)
-
-    def build(args, dataset, original=models.build_model):
-        model = original(args, dataset)
-        weights = sum(weight.double().sum().item() for weight in model.parameters())
-        print("weights", weights, flush=True)
-        return model
-
-    data.crop_and_flip, models.build_model = crop, build
-
-
-def test_every_rank_crops_and_mirrors_in_its_own_way(small_folder, tmp_path):
-    """Every rank crops and mirrors in its own way and begins with the same weights."""
-    flags = [*QUICK, small_folder, "--epochs", 1]
-    ranks = Ranks(
-        tmp_path, 2, flags, prepare=print_crops_and_weights, script=LAUNCH["torchrun"][-1]
-    )
-    assert ranks.wait() == [0, 0], ranks.output()
-    printed = ranks.output(0) + ranks.output(1)
-    weights, crops = (re.findall(rf"^{what} (.*)", printed, re.M) for what in ("weights", "crops"))
-    assert len(weights) == 2 and len(set(weights)) == 1
-    assert len(crops) == 4 and len(set(crops)) == 4  # two ranks, two steps
 
 
 @pytest.mark.slow

@@ -182,17 +182,13 @@ def test_mpirun_sh_passes_the_address_of_rank_0_to_all_machines(
 # The store
 
 
-def test_the_store_listens_on_the_port_of_06_elastic_or_another_one(monkeypatch):
+def test_the_store_listens_on_the_port_of_06_elastic(monkeypatch):
     text = (LAUNCH / "06_elastic.sh").read_text()
-    default = int(re.search(r"STORE:-[\d.]+:(\d+)}", text)[1])
-    for given, port in (([], default), (["--port", "1"], 1), (["--port", "65535"], 65535)):
-        monkeypatch.setattr(sys, "argv", ["store.py", *given])
-        assert store.parse_args().port == port
-    for port in ("0", "65536"):
-        monkeypatch.setattr(sys, "argv", ["store.py", "--port", port])
-        expected = f"^store.py: error: argument --port: found {port}, expected 1 to 65535$"
-        with pytest.raises(SystemExit, match=expected):
-            store.parse_args()
+    monkeypatch.setattr(sys, "argv", ["store.py"])
+    assert store.parse_args().port == int(re.search(r"STORE:-[\d.]+:(\d+)}", text)[1])
+    monkeypatch.setattr(sys, "argv", ["store.py", "--port", "65536"])
+    with pytest.raises(SystemExit, match="argument --port: found 65536, expected 1 to 65535"):
+        store.parse_args()
 
 
 def test_the_store_takes_both_kinds_of_addresses_where_there_are_both(monkeypatch):

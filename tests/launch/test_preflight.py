@@ -441,16 +441,6 @@ def clock(monkeypatch):
     return clock
 
 
-def test_ranks_are_missing_after_a_silence_of_all(clock):
-    def a_rank_answers_every_6_seconds(now):
-        if now < 30:
-            clock.store.set(f"facts {int(now // 6)}", "7")
-
-    clock.happens = a_rank_answers_every_6_seconds
-    assert messages.collect(clock.store, "facts", range(6)) == dict.fromkeys(range(5), 7)
-    assert 34 <= clock.now < 35
-
-
 def test_the_others_wait_as_long_as_rank_0_lives(clock):
     def rank_0_lives_until_25(now):
         if now < 25:

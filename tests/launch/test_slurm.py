@@ -86,16 +86,6 @@ def test_srun_starts_05_by_the_command_of_the_docstring(slurm, small_folder):
 
 
 @pytest.mark.slow
-def test_uneven_tasks_each_know_how_many_share_their_machine(slurm, copy):
-    end = slurm.run("srun", "-N3", "-n5", "python", "train.py", cwd=copy)
-    assert end.returncode == 0, end.stderr
-    found = ranks(end.stdout)
-    assert [line[:3] for line in found] == [("srun", rank, 5) for rank in range(5)]
-    assert {line[5] for line in found} == {15}
-    assert sorted(line[3:5] for line in found) == [(0, 1), (0, 1), (0, 3), (1, 3), (2, 3)]
-
-
-@pytest.mark.slow
 def test_the_shell_of_a_batch_file_and_a_small_step_are_worlds_of_their_own(slurm, copy):
     lines = f"cd {copy}; python train.py; srun -n3 python train.py"
     job = slurm.sbatch(batch(copy, lines, options="-N3 --ntasks-per-node=2"))
