@@ -52,37 +52,32 @@ def judge(runs):
 def check_settings(runs, judgment):
     """Compare learning rates and other settings, loss scales, and numbers of training steps."""
     follow = different_follow(runs)
-    for k, steps in enumerate(together(run.steps for run in runs)):
-        settings = [step["settings"] for step in steps]
-        if equal(settings):
-            continue
-        name = different_setting(settings)
-        values = values_of(runs, [setting_of(setting, name) for setting in settings])
+    settings = [[step["settings"] for step in run.steps] for run in runs]
+    if different := first_difference(settings):
+        k, settings = different
+        name, values = different_setting(settings)
         remedy = "All ranks must have the same schedule: compute it from the training step"
         if follow:
             remedy = (
                 f"{follow}: all ranks must decide on one number, so sum it over the ranks before"
             )
         judgment.found.append(
-            f"the {name} of the ranks differs in training step {k + 1}: {values}. {remedy} ({COPY})"
+            f"the {name} of the ranks differs in training step {k + 1}: "
+            f"{values_of(runs, values)}. {remedy} ({COPY})"
         )
-        break
-    else:
-        if follow:
-            judgment.found.append(
-                f"{follow}: the learning rates of the ranks will differ. All ranks must decide on "
-                f"one number: sum it over the ranks before ({COPY})"
-            )
-        elif any(run.steps for run in runs):
-            judgment.compared.append("the same learning rates")
-    for k, scales in enumerate(together(run.scales for run in runs)):
-        if not equal(scales):
-            judgment.found.append(
-                f"the loss scales of the ranks differ after update {k + 1}: "
-                f"{values_of(runs, scales)}. A rank skipped a step that the others made: their "
-                "gradients were not averaged"
-            )
-            break
+    elif follow:
+        judgment.found.append(
+            f"{follow}: the learning rates of the ranks will differ. All ranks must decide on one "
+            f"number: sum it over the ranks before ({COPY})"
+        )
+    elif any(settings):
+        judgment.compared.append("the same learning rates")
+    if different := first_difference([run.scales for run in runs]):
+        k, scales = different
+        judgment.found.append(
+            f"the loss scales of the ranks differ after update {k + 1}: {values_of(runs, scales)}. "
+            "A rank skipped a step that the others made: their gradients were not averaged"
+        )
     counts = [len(run.steps) for run in runs]
     ended = all(run.end and run.end["why"] == "end" for run in runs)
     if ended and not equal(counts):
@@ -93,25 +88,23 @@ def check_settings(runs, judgment):
 
 
 def different_setting(settings):
-    for groups in zip(*settings, strict=False):
+    """Return (name, values) of the first setting that differs between the ranks."""
+    for groups in together(settings):
         for name in groups[0]:
-            if len({str(group.get(name)) for group in groups}) > 1:
-                return name
-    return "number of parameter groups"
-
-
-def setting_of(groups, name):
-    values = [group[name] for group in groups if name in group]
-    return values[0] if values else len(groups)
+            values = [group.get(name) for group in groups]
+            if not equal(values):
+                return name, values
+    return "number of parameter groups", [len(groups) for groups in settings]
 
 
 def different_follow(runs):
     """Return what a scheduler followed, if that differs between the ranks, or None."""
-    for follows in together(run.follows for run in runs):
-        values = [follow["value"] for follow in follows]
-        if not equal(values):
-            return f"ReduceLROnPlateau.step() got {values_of(runs, values)} at {follows[0]['line']}"
-    return None
+    different = first_difference([[follow["value"] for follow in run.follows] for run in runs])
+    if different is None:
+        return None
+    k, values = different
+    line = runs[0].follows[k]["line"]
+    return f"ReduceLROnPlateau.step() got {values_of(runs, values)} at {line}"
 
 
 def check_weights(runs, judgment):
@@ -368,17 +361,17 @@ def check_order(runs, loaders, judgment):
     for loader in loaders:
         for epoch, (one, next_one) in enumerate(itertools.pairwise(loader.epochs)):
             count = min(len(one.indices), len(next_one.indices))
-            if not loader.shuffle or count < 4:
+            same = one.indices[:count] == next_one.indices[:count]
+            if not loader.shuffle or count < 4 or not same:
                 continue
-            if one.indices[:count] == next_one.indices[:count]:
-                remedy = "Call sampler.set_epoch(epoch) before each epoch"
-                if loader.sampler != "DistributedSampler":
-                    remedy = "Its generator starts anew in each epoch"
-                judgment.found.append(
-                    f"epochs {epoch + 1} and {epoch + 2} have the same order of samples "
-                    f"({loader.sampler} at {loader.line}). {remedy} ({WHY_SET_EPOCH})"
-                )
-                return
+            remedy = "Call sampler.set_epoch(epoch) before each epoch"
+            if loader.sampler != "DistributedSampler":
+                remedy = "Its generator starts anew in each epoch"
+            judgment.found.append(
+                f"epochs {epoch + 1} and {epoch + 2} have the same order of samples "
+                f"({loader.sampler} at {loader.line}). {remedy} ({WHY_SET_EPOCH})"
+            )
+            return
     if max(len(loader.epochs) for loader in loaders) < 2 and loaders[0].shuffle:
         judgment.notes.append(
             f"only one epoch of the loader at {loaders[0].line} was seen, so not whether the next "
@@ -651,19 +644,18 @@ def explain_failure(runs):
         return None
     for calls in itertools.zip_longest(*(run.messages for run in runs)):
         names = {call and call[0] for call in calls}
-        if len(names) == 1:
-            continue
         if None in names and len(names) == 2:
             return None  # a rank stopped before: the others wait for it
-        seen = "; ".join(
-            f"rank {run.rank}: {call[0]} at {call[1]}"
-            for run, call in zip(runs, calls, strict=True)
-            if call
-        )
-        return (
-            f"the ranks called different collectives: {seen}. All ranks must make the same calls "
-            "in the same order (docs/hangs.md)"
-        )
+        if len(names) > 1:
+            seen = "; ".join(
+                f"rank {run.rank}: {call[0]} at {call[1]}"
+                for run, call in zip(runs, calls, strict=True)
+                if call
+            )
+            return (
+                f"the ranks called different collectives: {seen}. All ranks must make the same "
+                "calls in the same order (docs/hangs.md)"
+            )
     return None
 
 
@@ -683,6 +675,12 @@ def together(lists):
 def equal(values):
     """Return whether the values of all ranks are equal."""
     return all(value == values[0] for value in values)
+
+
+def first_difference(lists):
+    """Return (place, values of the ranks) of the first place at which lists differ, or None."""
+    places = enumerate(together(lists))
+    return next(((place, values) for place, values in places if not equal(values)), None)
 
 
 def loaders_together(runs):
