@@ -30,20 +30,17 @@ def ask_nvidia_smi():
     "gpus" lists the dicts of read_gpu(). "problem" is None, or why GPUs are missing in the list;
     then "verdict" and "change" say how bad that is and what to do.
     """
+    told = {"gpus": [], "verdict": "warn"}
     try:
         code, output = commands.run(NVIDIA_SMI, PATIENCE)
     except OSError:
-        return {
-            "gpus": [],
-            "verdict": "warn",
+        return told | {
             "problem": "nvidia-smi is not installed, so nothing is known of its GPUs",
             "change": "in a container: docker run --gpus=all "
             "-e NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         }
     if code is None:
-        return {
-            "gpus": [],
-            "verdict": "warn",
+        return told | {
             "problem": f"nvidia-smi did not answer within {PATIENCE} s",
             "change": "run nvidia-smi on {host}: if it is slow, nvidia-smi -pm 1 (as root); "
             "if it hangs, reboot {host} or leave it out",
@@ -53,13 +50,14 @@ def ask_nvidia_smi():
     lost = re.search(r"^Unable to determine the device handle.*", output, re.MULTILINE)
     problem = None
     if lost:
-        problem = lost[0]
+        problem = f"nvidia-smi: {lost[0]}"
     elif not gpus:
-        problem = (output.strip() or f"exit code {code}, no output").splitlines()[0][:200]
+        first_line = (output.strip() or f"exit code {code}, no output").splitlines()[0]
+        problem = f"nvidia-smi: {first_line[:200]}"
     return {
         "gpus": gpus,
         "verdict": "FAIL",
-        "problem": problem and f"nvidia-smi: {problem}",
+        "problem": problem,
         "change": "reboot {host}, or leave it out: sbatch --exclude={host}",
     }
 
@@ -207,7 +205,6 @@ def between(values):
     if not pairs:
         return ""
     numbers = [int(number) for number, _ in pairs]
-    least = min(numbers)
-    most = max(numbers)
-    unit = pairs[0][1]
-    return f"{least} {unit}" if least == most else f"{least} to {most} {unit}"
+    least, most = min(numbers), max(numbers)
+    span = f"{least}" if least == most else f"{least} to {most}"
+    return f"{span} {pairs[0][1]}"

@@ -76,7 +76,8 @@ def check_xids(all_facts):
     errors = [(host, error) for host, log in logs.items() for error in log["xids"]]
     broken = [pair for pair in errors if pair[1]["number"] not in NOT_HARDWARE]
     if broken:
-        broken.sort(key=severity)
+        places = {number: place for place, number in enumerate(HARDWARE)}  # 0 for the worst
+        broken.sort(key=lambda pair: places.get(pair[1]["number"], len(places)))
         return worst("Xid errors", [("warn", *describe(host, error)) for host, error in broken])
     hidden = [host for host, log in logs.items() if log["problem"]]
     if hidden:
@@ -87,13 +88,6 @@ def check_xids(all_facts):
         numbers = sorted({str(error["number"]) for _, error in errors})
         return Check("Xid errors", "ok", f"none that points to hardware: {', '.join(numbers)}")
     return Check("Xid errors", "ok", "none in the kernel's log")
-
-
-def severity(pair):
-    """Return the place of (host, error) in the table, from 0 for the worst."""
-    order = list(HARDWARE)
-    number = pair[1]["number"]
-    return order.index(number) if number in order else len(order)
 
 
 def describe(host, error):
