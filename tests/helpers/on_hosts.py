@@ -6,7 +6,6 @@ import torch.
 """
 
 import ctypes
-import dataclasses
 import functools
 import json
 import multiprocessing
@@ -15,8 +14,6 @@ import platform
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 from launchers import VARIABLES, srun
 
@@ -27,42 +24,31 @@ NETWORK = 0x40000000
 CORES = 8  # of each host, as 06 sees it
 
 
-@dataclasses.dataclass
-class Enter:
-    """The first act of a rank: it enters its host. For Ranks(prepare=...), so it is picklable.
+def enter(hosts, disk, notes, then=None):
+    """Return the first act of a rank, a function of the rank: it enters its host.
 
-    Attributes:
-        names, namespaces, addresses: of the hosts, and their hosts file.
+    Args:
         disk: folder where each host sees a folder of its own, disk_of(disk, name); or None.
         notes: folder for the notes of the ranks, which both hosts see.
         then: function of `notes` and the rank, called on the host; or None.
     """
-
-    names: list
-    namespaces: list
-    addresses: str
-    disk: Path | None
-    notes: Path
-    then: Any = None
-
-    def __call__(self, rank):
-        host = rank // int(os.environ["LOCAL_WORLD_SIZE"])
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/run/netns/{self.namespaces[host]}") as network:
-            _succeeds(libc.setns(network.fileno(), NETWORK))
-        _succeeds(libc.unshare(NEW_MOUNTS | NEW_NAME))
-        socket.sethostname(self.names[host])
-        platform._uname_cache = None  # or platform.node() is the name from before the fork
-        _mount("--make-rprivate", "/")
-        _mount("--bind", self.addresses, "/etc/hosts")
-        if self.disk:
-            _mount("--bind", disk_of(self.disk, self.names[host]), self.disk)
-        alone(self.notes, self.then, rank)
+    addresses = f"{hosts.folder.name}/hosts"
+    return functools.partial(_enter, hosts.names, hosts.namespaces, addresses, disk, notes, then)
 
 
-def enter(hosts, disk, notes, then=None):
-    """Return the function that a rank calls to enter its host; see Enter."""
-    return Enter(hosts.names, hosts.namespaces, f"{hosts.folder.name}/hosts", disk, notes, then)
+def _enter(names, namespaces, addresses, disk, notes, then, rank):
+    host = rank // int(os.environ["LOCAL_WORLD_SIZE"])
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespaces[host]}") as network:
+        _succeeds(libc.setns(network.fileno(), NETWORK))
+    _succeeds(libc.unshare(NEW_MOUNTS | NEW_NAME))
+    socket.sethostname(names[host])
+    platform._uname_cache = None  # or platform.node() is the name from before the fork
+    _mount("--make-rprivate", "/")
+    _mount("--bind", addresses, "/etc/hosts")
+    if disk:
+        _mount("--bind", disk_of(disk, names[host]), disk)
+    alone(notes, then, rank)
 
 
 def disk_of(disk, host):

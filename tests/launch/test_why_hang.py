@@ -165,19 +165,6 @@ def test_calls_that_a_rank_no_longer_remembers_are_not_compared():
     )
 
 
-def test_calls_are_compared_by_their_names_and_shapes():
-    reduces = [entry(1, "all_reduce", [3], done=False)]
-    waits = [entry(1, "barrier", [1], done=False, line=20)]
-    assert explain(reduces, waits, waits) == (
-        "call 1 of the group default_pg differs: rank 0: all_reduce [3] at train.py:7 in step(); "
-        "ranks 1, 2: barrier [1] at train.py:20 in step()"
-    )
-    assert explain(reduces, [entry(1, "all_reduce", [4], done=False)]) == (
-        "call 1 of the group default_pg differs: rank 0: all_reduce [3] at train.py:7 in step(); "
-        "rank 1: all_reduce [4] at train.py:7 in step()"
-    )
-
-
 def test_a_rank_without_a_call_is_missed_only_in_its_own_groups():
     waits = [entry(1, "barrier", [1], done=False)]
     assert explain(waits, []).endswith("rank 1 did not call it: rank 1 is at train.py:91")
