@@ -73,7 +73,7 @@ class Recorder:
         self.events = []  # that are not sent yet
         self.sending = threading.Lock()
         self.verdict = None  # of the monitor: {"code": ..., "text": ...}
-        self.told = threading.Event()  # the verdict is there
+        self.listener = None  # a thread, which ends when the verdict is there
         self.finishing = threading.Lock()
         self.started_processes = False  # with mp.spawn
 
@@ -82,7 +82,6 @@ class Recorder:
         self.sizes = {}  # of each optimizer: its parameters
         self.step_depth = 0  # an optimizer may step another one
         self.steps = Counter()  # of each optimizer
-        self.before = None  # the weights before the first step
         self.gradients = []
         self.wrapped = {}  # a module inside a DDP: the number of the DDP
         self.ddps = []
@@ -179,27 +178,22 @@ class Recorder:
         self.root = None
         parameters = parameters_of(optimizer)
         self.gradients = fingerprints(parameter.grad for parameter in parameters)
-        number = self.optimizers.setdefault(optimizer, len(self.optimizers))
-        if self.sizes.get(number) != len(parameters):
-            self.before = fingerprints(parameters)
+        if self.sizes.get(optimizer) != len(parameters):  # new, or with another group of parameters
+            self.sizes[optimizer] = len(parameters)
+            self.add(
+                "optimizer",
+                optimizer=self.optimizers.setdefault(optimizer, len(self.optimizers)),
+                name=type(optimizer).__name__,
+                names=[self.names.get(parameter, "") for parameter in parameters],
+                models=[self.held.get(parameter) for parameter in parameters],
+                before=fingerprints(parameters),
+            )
 
     def after_step(self, optimizer, args, kwargs):
         self.step_depth -= 1
         if self.step_depth:
             return
-        parameters = parameters_of(optimizer)
-        number = self.optimizers[optimizer]
-        if self.sizes.get(number) != len(parameters):  # new, or with another group of parameters
-            self.sizes[number] = len(parameters)
-            self.add(
-                "optimizer",
-                optimizer=number,
-                name=type(optimizer).__name__,
-                names=[self.names.get(parameter, "") for parameter in parameters],
-                models=[self.held.get(parameter) for parameter in parameters],
-                before=self.before,
-            )
-        self.steps[number] += 1
+        self.steps[optimizer] += 1
         settings = [
             {name: number_of(group[name]) for name in SETTINGS if name in group}
             for group in optimizer.param_groups
@@ -207,15 +201,15 @@ class Recorder:
         self.mark("step")
         self.add(
             "step",
-            optimizer=number,
+            optimizer=self.optimizers[optimizer],
             settings=settings,
             gradients=self.gradients,
-            weights=fingerprints(parameters),
+            weights=fingerprints(parameters_of(optimizer)),
             line=own_line(),
         )
         self.flush()
-        if self.max_steps and self.steps[number] >= self.max_steps:
-            self.finish("steps", steps=self.steps[number])
+        if self.max_steps and self.steps[optimizer] >= self.max_steps:
+            self.finish("steps", steps=self.steps[optimizer])
             exit_process(self.exit_code(0))
 
     def before_forward(self, module, args):
@@ -444,7 +438,8 @@ class Recorder:
         if self.connection is None:
             sys.exit(f"check_ranks.py: rank {self.rank} cannot connect to {host}:{port} of rank 0")
         self.connection.settimeout(None)
-        threading.Thread(target=self.listen, daemon=True).start()
+        self.listener = threading.Thread(target=self.listen, daemon=True)
+        self.listener.start()
 
     def send(self, events):
         text = "".join(json.dumps(event) + "\n" for event in events)
@@ -473,7 +468,6 @@ class Recorder:
             text = "check_ranks.py: the process that compares the ranks has ended too early"
             self.verdict = {"code": 1, "text": text, "now": False}
             print(text, file=sys.stderr)
-        self.told.set()
         if self.verdict and self.verdict["now"]:  # this rank hangs, or will never be needed again
             self.write_error_file()
             exit_process(self.exit_code(0))
@@ -509,7 +503,7 @@ class Recorder:
         self.add("calls", **calls_so_far(at=""))
         self.add("done", why=why, **values)
         self.flush()
-        self.told.wait()
+        self.listener.join()
         self.write_error_file()
 
     def finish_alone(self):

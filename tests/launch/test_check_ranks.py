@@ -66,6 +66,15 @@ def seed_worker(worker):
 
 data = Noisy(torch.randn(64, 8), torch.randint(2, (64,)))"""
 
+# What is replaced in several cases, by what
+DATA = "data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))"
+RANDOM_CROPS = (DATA, AUGMENTED)
+RANDOM_BATCHES = (
+    "for x, y in loader:",
+    "for _ in range(8):\n        x, y = torch.randn(4, 8), torch.ones(4).long()",
+)
+FIND_UNUSED = ("Parallel(net)", "Parallel(net, find_unused_parameters=True)")
+
 # name: (what is replaced in RIGHT, by what, what the checker finds)
 MISTAKES = {
     "net instead of ddp": [
@@ -180,7 +189,7 @@ MISTAKES = {
         r"have other samples at the same index, and a DistributedSampler divides them",
     ],
     "huggingface/transformers#37932: the same worker seeds on all ranks": [
-        ("data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))", AUGMENTED),
+        RANDOM_CROPS,
         (
             "sampler=sampler)",
             "sampler=sampler, num_workers=1, multiprocessing_context='fork', "
@@ -190,10 +199,7 @@ MISTAKES = {
     ],
     "mlcommons/training#844: the same noise on all ranks": [
         ("torch.manual_seed(100 + rank)\n", ""),
-        (
-            "for x, y in loader:",
-            "for _ in range(8):\n        x, y = torch.randn(4, 8), torch.ones(4).long()",
-        ),
+        RANDOM_BATCHES,
         r"ranks 0 and 1 have the same input in 16 of 16 forward passes of Sequential",
     ],
     "same dropout": [
@@ -235,10 +241,7 @@ MISTAKES = {
         r"the gradients are averaged in each of the 2 micro-steps of a training step \(\S+:\d+\)",
     ],
     "looks for unused": [
-        (
-            "DistributedDataParallel(net)",
-            "DistributedDataParallel(net, find_unused_parameters=True)",
-        ),
+        FIND_UNUSED,
         r"find_unused_parameters=True of Sequential is not needed: .* each of 16 backward passes",
     ],
     "averaged weights of other beginnings": [
@@ -304,10 +307,7 @@ TWINS = {
         ),
     ],
     "random batches without a loader": [
-        (
-            "for x, y in loader:",
-            "for _ in range(8):\n        x, y = torch.randn(4, 8), torch.ones(4).long()",
-        ),
+        RANDOM_BATCHES,
     ],
     "a share by hand": [
         (
@@ -335,7 +335,7 @@ TWINS = {
     ],
     "a seed for each sample": [
         (
-            "data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))",
+            DATA,
             AUGMENTED.replace(
                 "        x, y", "        torch.manual_seed(k)\n        random.seed(k)\n        x, y"
             ).replace("x + 0.1", "x + random.random() + 0.1"),
@@ -344,7 +344,7 @@ TWINS = {
         ("sampler=sampler)", "sampler=sampler, num_workers=1, multiprocessing_context='fork')"),
     ],
     "workers with their own seeds": [
-        ("data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))", AUGMENTED),
+        RANDOM_CROPS,
         ("sampler=sampler)", "sampler=sampler, num_workers=1, multiprocessing_context='fork')"),
     ],
     "an evaluation of rank 0": [
@@ -398,10 +398,7 @@ TWINS = {
         ),
     ],
     "find_unused_parameters, which are there": [
-        (
-            "DistributedDataParallel(net)",
-            "DistributedDataParallel(net, find_unused_parameters=True)",
-        ),
+        FIND_UNUSED,
         ("nn.Linear(8, 2))", "nn.Linear(8, 2))\nnet[0].extra = nn.Linear(1, 1)"),
     ],
     "a log for each rank": [
