@@ -428,10 +428,9 @@ def test_chapter_6_as_a_reader_types_it(book_folder):
     assert (
         code == EXIT_REQUEUE and int(resumed) >= 10 and int(resumed) % 5 == 0 and int(saved) >= 72
     ), out + err
+    assert forms(out) <= forms(recorded(stopped)), out
     code, out, err = typed(last, book_folder)
     assert code == 0 and f"after step {saved} of 160" in out and "done: top-1 " in out, out + err
-    shown = [*map(recorded, runs)]
-    assert forms(out) <= set().union(*map(forms, shown)), "what the page shows"
 
     file = book_folder / "checkpoints/lesson/step-00000160.pt"
     (cut,) = [text for text in commands if text.startswith("truncate ")]
