@@ -2,7 +2,7 @@
 the pages.
 """
 
-from statistics import mean
+from statistics import mean, median
 
 from tools.book import gpu_figures
 from tools.records import group, hardware, published, ratios, records, select, spread
@@ -109,21 +109,9 @@ def launch():
 
 
 def memory():
-    """Make the table of the memory, the bytes sent and the speed of DDP and FSDP:
-    tools/bench/memory.py.
+    """Make the table of the memory and the bytes sent of DDP and FSDP, for a vision transformer; on
+    a GPU, which the ranks do not share, also of the speed: tools/bench/memory.py.
     """
-    head = (
-        "variant",
-        "peak memory per rank",
-        "`tools/fit.py`",
-        "held between steps",
-        "sent per rank and step",
-        "images/s, median (range)",
-        "divided by DDP",
-    )
-
-    def megabytes(size):
-        return f"{size / 1e6:,.0f} MB"
 
     def render(runs):
         runs = sorted(runs, key=lambda run: (run["row"], run["repeat"]))
@@ -131,26 +119,35 @@ def memory():
         size = first["image_size"]
         repeats = len({run["repeat"] for run in runs})
         base = select(runs, name="DDP")
+        head = (
+            "variant",
+            "peak memory per rank, MB",
+            "calculated by `tools/fit.py`",
+            "sent per rank and step, MB",
+        )
+        timed = first["device"] != "cpu"
+        if timed:
+            head += ("images/s", "divided by DDP")
         rows = []
         for variant, same in group(runs, "variant").items():
             peak = max(run["peak_bytes"] for run in same)
             computed = same[0]["computed_peak_bytes"]
             cells = (
                 variant,
-                megabytes(peak),
-                f"{megabytes(computed)}, {100 * (computed / peak - 1):+.1f} %",
-                megabytes(sum(same[0]["held_bytes"].values())),
-                megabytes(same[0]["sent_bytes"]),
-                spread(speeds(same), ".1f"),
-                spread(ratios(same, base), ".2f"),
+                f"{peak / 1e6:,.0f}",
+                f"{computed / 1e6:,.0f} ({100 * (computed / peak - 1):+.1f} %)",
+                f"{same[0]['sent_bytes'] / 1e6:,.0f}",
             )
+            if timed:
+                cells += (f"{median(speeds(same)):.1f}", f"{median(ratios(same, base)):.2f}")
             rows.append(cells)
         return (
             f"`{first['model']}`, {first['batch_size']} images of {size}x{size} per process, "
-            f"{repeats} runs of each:\n\n{table(head, rows)}"
+            f"{repeats} run{'s' * (repeats > 1)} of each:\n\n{table(head, rows)}"
         )
 
-    return by_hardware(records("memory"), render, "model", "image_size", "batch_size")
+    transformers = [run for run in records("memory") if run["model"].startswith("vit")]
+    return by_hardware(transformers, render, "model", "image_size", "batch_size")
 
 
 def my_ddp():
