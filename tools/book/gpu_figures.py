@@ -72,12 +72,6 @@ def blocks(results=None):
         (run["gpu"], f"{run['images_per_second']:,}", run["setting"], run["source"])
         for run in known["resnet50"]
     ]
-    for run in known["resnet50_by_gpus"]:
-        for count, speed in run["images_per_second"].items():
-            if count != "1":
-                rows.append(
-                    (f"{count} x {run['gpu']}", f"{speed:,}", run["setting"], run["source"])
-                )
     result = [(("ResNet-50, training on", "images/s", "setting", "source"), rows)]
     ours = [
         (gpu, f"{seconds:.0f}", f"{accuracy:.1f}", setting, HERE)

