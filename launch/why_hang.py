@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from rank_watch.calls import differences, join
-from rank_watch.places import calls_of, place_of_thread, recorded_calls
+from rank_watch.places import calls_of, nccl_is_unrecorded, place_of_thread, recorded_calls
 
 from common.distributed import find_launcher
 from common.flags import Parser
@@ -87,6 +87,7 @@ def answer(me):
             continue
         at = place_of_thread(threading.main_thread().ident)
         what = me | {"question": asked, "at": at, "calls": recorded_calls()}
+        what["nccl_is_unrecorded"] = nccl_is_unrecorded()
         write(FOLDER / f"rank-{me['rank']}.json", what)
         answered = asked
 
@@ -154,6 +155,8 @@ def explain(answers, missing):
     """Return the lines that say what happens: the cause first, then each rank."""
     lines = [f"rank {rank}: {reason}" for rank, reason in sorted(missing.items())]
     lines += [difference.text for difference in differences(answers)]
+    if answers and all(one.get("nccl_is_unrecorded") for one in answers.values()):
+        lines.append("no record of NCCL's calls in this PyTorch, or none was made: see the places")
     if not lines:
         lines = ["no rank waits in a collective, or torch has recorded none"]
     return lines + [f"rank {rank} is at {one['at']}" for rank, one in sorted(answers.items())]

@@ -1,5 +1,6 @@
 """Where in the reader's own code a call was made, and torch's record of collectives."""
 
+import contextlib
 import functools
 import os
 import pickle
@@ -49,15 +50,37 @@ def short(file):
     return file if relative.startswith("..") else relative
 
 
+def records():
+    """Return torch's flight records of this process, one per kind of group that it records."""
+    torch = sys.modules.get("torch")
+    found = []
+    # gloo's, that of 2.15's nccl (which calls itself nccl2), and that of the older nccl
+    for name, of in (
+        ("_dump_fr_trace", {}),
+        ("_dump_fr_trace", {"backend": "nccl2"}),
+        ("_dump_nccl_trace", {}),
+    ):
+        dump = torch and getattr(torch._C._distributed_c10d, name, None)
+        with contextlib.suppress(TypeError):  # torch before 2.15 has no record per backend
+            record = pickle.loads(dump(**of)) if dump else {}
+            if record and record not in found:
+                found.append(record)
+    return found
+
+
 def recorded_calls():
     """Return the collectives that torch remembers of this process, of gloo's and NCCL's groups."""
-    torch = sys.modules.get("torch")
-    calls = []
-    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
-        dump = torch and getattr(torch._C._distributed_c10d, name, None)
-        if dump:
-            calls += calls_of(pickle.loads(dump()))
-    return calls
+    return [call for record in records() for call in calls_of(record)]
+
+
+def nccl_is_unrecorded():
+    """Return whether this process has a group of NCCL, and torch no record of a call of NCCL."""
+    dist = sys.modules.get("torch.distributed")
+    if not (dist and dist.is_available() and dist.is_initialized()):
+        return False
+    entries = [entry for record in records() for entry in record.get("entries", [])]
+    recorded = any(entry["profiling_name"].startswith("nccl") for entry in entries)
+    return "nccl" in dist.get_backend_config() and not recorded
 
 
 def calls_of(record):

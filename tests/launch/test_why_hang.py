@@ -13,10 +13,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import ROOT
 from ranks import Ranks
 
 from launch import why_hang
+from launch.rank_watch import places
 from tools.lab.slurm_cluster import wait_until
 
 HANGS = ROOT / "tests/helpers/hangs.py"
@@ -193,6 +195,62 @@ def test_the_files_of_nccls_flight_recorder_are_compared(tmp_path, capsys, monke
         "ranks 0, 1 in call 6 of the group default_pg: all_reduce [8] at train.py:20 in step(); "
         "rank 2 did not call it: rank 2 is at an unknown place"
     )
+
+
+@pytest.fixture
+def torch_records(monkeypatch):
+    """A function (gloo's entries, nccl's, nccl2's) that gives torch these records."""
+
+    def dump(entries):
+        return pickle.dumps({"entries": entries})
+
+    def give(gloo=(), nccl=(), nccl2=None):
+        def old_dump(includeCollectives=True):
+            return dump(gloo)
+
+        def dump_of(includeCollectives=True, backend="gloo"):
+            return dump({"gloo": gloo, "nccl2": nccl2}[backend])
+
+        calls = torch._C._distributed_c10d
+        newest = old_dump if nccl2 is None else dump_of
+        monkeypatch.setattr(calls, "_dump_fr_trace", newest, raising=False)
+        monkeypatch.setattr(calls, "_dump_nccl_trace", lambda: dump(nccl), raising=False)
+        return [call[:3] for call in places.recorded_calls()]
+
+    return give
+
+
+def test_the_records_of_gloo_and_of_both_kinds_of_nccl_are_read(torch_records):
+    vote = entry(1, "all_reduce", [1], profiling_name="gloo:all_reduce")
+    gradients = entry(4, "all_reduce", [9])
+    newer = entry(4, "all_reduce", [9], profiling_name="nccl2:all_reduce")
+    calls = [("default_pg", 1, "all_reduce"), ("default_pg", 4, "all_reduce")]
+    assert torch_records([vote]) == calls[:1]
+    assert torch_records([vote], nccl=[gradients]) == calls
+    assert torch_records([vote], nccl2=[newer]) == calls
+    assert torch_records([vote, newer], nccl=[vote, newer]) == calls, "one record under two names"
+
+
+def test_nccl_without_a_record_is_said(torch_records, monkeypatch):
+    """As with the new nccl in torch 2.14."""
+    vote = entry(1, "all_reduce", [1], profiling_name="gloo:all_reduce")
+    newer = entry(4, "all_reduce", [9], profiling_name="nccl2:all_reduce")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+
+    def first_line(*ranks):
+        answers = {rank: {"at": "train.py:9", "calls": []} for rank in range(len(ranks))}
+        for rank, records in enumerate(ranks):
+            torch_records(**records)
+            answers[rank]["nccl_is_unrecorded"] = places.nccl_is_unrecorded()
+        return why_hang.explain(answers, {})[0]
+
+    unrecorded = "no record of NCCL's calls in this PyTorch, or none was made"
+    assert first_line({"gloo": [vote]}, {"gloo": [vote]}).startswith(unrecorded)
+    assert first_line({"gloo": [vote]}, {"nccl": [entry(4, "barrier", [9])]}).startswith("no rank")
+    assert first_line({"gloo": [vote]}, {"nccl2": [newer]}).startswith("no rank waits")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    assert first_line({"gloo": [vote]}, {"gloo": [vote]}).startswith("no rank waits")
 
 
 def test_calls_that_are_done_are_no_reason_to_wait():
