@@ -31,7 +31,7 @@ from needs import need
 from processes import ROOT, start
 from ranks import Ranks
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 
 from common.ddp_flags import parse_spawn_args
 from common.distributed import Address, free_port, rendezvous, setup_device, setup_distributed
@@ -79,6 +79,9 @@ def missing_quotes(quotes, printed):
     return [quote for quote in quotes if not pattern(quote).search(one_line(printed))]
 
 
+PROVOKED = {60}  # the entries that a test provokes
+
+
 def version(text):
     return tuple(map(int, re.search(r"\d+\.\d+", text)[0].split(".")))
 
@@ -113,6 +116,7 @@ def assert_quoted(printed, *numbers, program="torch"):
 
 def provokes(*numbers, program="torch"):
     """A decorator for a test that returns what was printed: what these entries quote is in it."""
+    PROVOKED.update(numbers)
 
     def decorate(test):
         @functools.wraps(test)
@@ -132,6 +136,18 @@ def raised(*functions):
             function()
         text += "".join(traceback.format_exception(caught.value))
     return text
+
+
+def test_every_entry_is_provoked_or_says_why_not():
+    wrong = []
+    for number, entry in ENTRIES.items():
+        says_why_not = NOT_HERE in entry.body
+        names_a_test = re.search(r"`test_\w+`", entry.body)
+        if bool(entry.provoked) != (number in PROVOKED):
+            wrong.append(f"entry {number}: its quotes are not provoked")
+        elif not (entry.provoked or says_why_not or names_a_test):
+            wrong.append(f"entry {number}: it quotes nothing, and does not say why")
+    assert wrong == []
 
 
 # What takes several processes: tests/helpers/provoke.py makes all mistakes of a kind in one run
@@ -171,21 +187,15 @@ def provoked(tmp_path_factory):
             os.killpg(other.pid, signal.SIGKILL)
 
 
-MISTAKES = {  # entry: the mistakes of two ranks that print what it quotes
-    1: ["a rank does not come"],
-    17: ["a rank dies"],
-    20: ["no gradient"],
-    21: ["uneven batches"],
-    22: ["SyncBatchNorm in DDP", "SyncBatchNorm"],
-    34: ["monitored barrier"],
-    71: ["a buffer that shares memory"],
-}
+def assert_no_error(texts, *names):
+    for name in names:
+        assert "Traceback" not in texts[name], texts[name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", MISTAKES)
-def test_two_ranks_print_what_an_entry_quotes(provoked, number):
-    assert_quoted("".join(provoked[name] for name in MISTAKES[number]), number)
+@provokes(1)
+def test_a_missing_rank_is_reported_by_those_that_wait(provoked):
+    return provoked["a rank does not come"]
 
 
 @pytest.mark.slow
@@ -202,6 +212,80 @@ def test_torchrun_says_what_is_wrong_with_a_job(provoked):
     names = ["failed", "failed and recorded", "killed", "two processes", "torch.distributed.launch"]
     names += ["the same job again", "nobody keeps the store"]
     return "\n".join(provoked[name] for name in names)
+
+
+@pytest.mark.slow
+@provokes(17)
+def test_a_rank_that_dies_is_noticed_by_the_others(provoked):
+    return provoked["a rank dies"]
+
+
+@pytest.mark.slow
+@provokes(20)
+def test_a_parameter_without_a_gradient_stops_ddp(provoked):
+    return provoked["no gradient"] + provoked["no unused parameter"]
+
+
+@pytest.mark.slow
+@provokes(72)
+def test_a_checkpointed_block_marks_its_weights_twice(provoked):
+    assert_no_error(provoked, "remedy: not reentrant", "remedy: static_graph")
+    twice = pattern("has been marked as ready twice")
+    assert twice.search(one_line(provoked["marked ready twice with find_unused_parameters"]))
+    return provoked["marked ready twice"]
+
+
+@pytest.mark.slow
+@provokes(74)
+def test_broadcast_buffers_is_deprecated_as_an_argument_alone(provoked):
+    assert_no_error(provoked, "remedy: broadcast_buffers")
+    assert "Warning" not in provoked["remedy: broadcast_buffers"]
+    return provoked["broadcast_buffers"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_early_stops_the_others(provoked):
+    assert_quoted(provoked["early stopping"], 1)
+    assert provoked["remedy: early stopping"] == 2 * "epochs: 1\n"
+
+
+@pytest.mark.slow
+@provokes(80)
+def test_what_a_backward_pass_needs_was_changed(provoked):
+    fails = version(torch.__version__) < (2, 12)
+    assert ("inplace operation" in provoked["two forward passes"]) == fails
+    assert_no_error(provoked, "remedy: two forward passes")
+    return provoked["a step between forward and backward"]
+
+
+@pytest.mark.slow
+@provokes(82)
+def test_many_tensors_of_workers_are_many_open_files(provoked):
+    assert provoked["remedy: copies"] == "batches: 128\n"
+    return provoked["many tensors of a loader"] + provoked["many tensors of a queue"]
+
+
+@pytest.mark.slow
+@provokes(71)
+def test_a_buffer_that_shares_memory_stops_ddp(provoked):
+    return provoked["a buffer that shares memory"]
+
+
+@pytest.mark.slow
+def test_uneven_batches_end_in_a_timeout(provoked):
+    assert_quoted(provoked["uneven batches"], 1)
+
+
+@pytest.mark.slow
+@provokes(22)
+def test_torchs_synchronised_batch_norm_refuses_cpus(provoked):
+    return provoked["SyncBatchNorm in DDP"] + provoked["SyncBatchNorm"]
+
+
+@pytest.mark.slow
+@provokes(34)
+def test_a_monitored_barrier_names_the_rank_that_does_not_come(provoked):
+    return provoked["monitored barrier"]
 
 
 @pytest.mark.slow
@@ -345,13 +429,18 @@ dist.destroy_process_group()
 
 @provokes(70)
 def test_weights_and_learning_rates_that_differ_are_found(tmp_path):
+    """With the causes: the model inside of the DDP is called, the scheduler gets its own loss."""
     script = tmp_path / "train.py"
     script.write_text(DIFFERENT_RANKS)
     ranks = Ranks(tmp_path, 2, [], script=script)
     assert ranks.wait(120) == [0, 0] and not ranks.output() + ranks.output(1)
     ranks = Ranks(tmp_path, 2, [script], script="launch/check_ranks.py")
     assert ranks.wait(120)[0] == 1
-    return ranks.output().replace(f"{tmp_path}/", "")
+    found = ranks.output().replace(f"{tmp_path}/", "")
+    causes = ["No forward pass of a DistributedDataParallel in training: at train.py:…"]
+    causes += ["ReduceLROnPlateau.step() got … on rank 0, … on rank 1 at train.py:…"]
+    assert missing_quotes(causes, found) == []
+    return found
 
 
 # What this process can do alone
@@ -419,6 +508,42 @@ def test_a_checkpoint_of_a_gpu_is_loaded_where_it_was(tmp_path, monkeypatch):
 @provokes(69)
 def test_a_batch_smaller_than_the_world_is_refused():
     return raised(lambda: DataLoader(range(64), batch_size=32 // 64))
+
+
+@provokes(81)
+def test_what_needs_a_process_group_says_so():
+    assert not dist.is_initialized()
+    assert len(DistributedSampler(range(8), num_replicas=1, rank=0)) == 8
+    texts = [
+        raised(function)
+        for function in (
+            lambda: DistributedSampler(range(8)),
+            lambda: nn.parallel.DistributedDataParallel(nn.Linear(1, 1)),
+            lambda: dist.all_reduce(torch.ones(1)),
+        )
+    ]
+    for text in texts:
+        assert_quoted(text, 81)
+    return texts[0]
+
+
+def test_shares_of_a_weighted_draw_are_one_draw():
+    """A WeightedRandomSampler per rank draws as many images as the data set has, each time."""
+    weights = torch.tensor([0.0] + 9 * [1.0])
+    torch.manual_seed(0)
+    one = list(WeightedRandomSampler(weights, len(weights)))
+    torch.manual_seed(0)
+    assert one == list(WeightedRandomSampler(weights, len(weights))) and len(one) == 10
+    (code,) = re.findall(r"^```python\n(.*?)^```", ENTRIES[77].body, re.M | re.S)
+    names = {}
+    exec(code, names)
+    for world_size in (2, 3):
+        shares = [names["share"](weights, 5, rank, world_size) for rank in range(world_size)]
+        assert {len(part) for part in shares} == {10 // world_size}
+        whole = names["share"](weights, 5, 0, 1)
+        together = [index for indices in zip(*shares, strict=True) for index in indices]
+        assert together == whole[: len(together)] and 0 not in whole
+    assert names["share"](weights, 6, 0, 1) != whole, "another epoch, another draw"
 
 
 @provokes(16)
@@ -497,39 +622,39 @@ def test_a_name_that_does_not_resolve_is_named():
 # What Slurm says
 
 
-def reasons(number):
-    """The reasons in the table of an entry."""
-    cells = re.findall(r"^\| (`[^|]*`) \|", ENTRIES[number].body, re.M)
-    return [reason.strip("`") for cell in cells for reason in cell.split("`, `")]
+def texts_of_slurm(part):
+    """The texts in one part of the table of entry 51, without those that need another Slurm."""
+    rows = ENTRIES[51].body.partition(f"| **{part}** |")[2].partition("\n| **")[0]
+    cells = re.findall(r"^\| (`[^|]*`) \|(?!.*not provoked here)", rows, re.M)
+    return [text.strip("`") for cell in cells for text in cell.split("`, `")]
 
 
-def assert_all_reasons(number, text):
-    assert len(reasons(number)) > 5
-    absent = [reason for reason in reasons(number) if not pattern(reason).search(one_line(text))]
-    assert absent == [], text
+def assert_slurm_says(part, printed):
+    texts = texts_of_slurm(part)
+    assert texts, part
+    absent = [text for text in texts if not pattern(text).search(one_line(printed))]
+    if absent and (reason := other_version("slurm")):
+        pytest.skip(reason)
+    assert absent == [], printed
 
 
 @pytest.mark.slow
-@provokes(51, program="slurm")
 def test_slurm_says_why_it_refuses_a_job():
     need(slurm_cluster.missing())
     text = slurm_errors.provoke(slurm_errors.Strict, [slurm_errors.refused])
-    assert_all_reasons(51, text)
+    assert_slurm_says("refused", text)
     assert "srun: error: Unable to allocate resources: Invalid partition name specified" in text
-    return text
 
 
 @pytest.mark.slow
 def test_slurm_says_why_a_job_waits():
     need(slurm_cluster.missing())
     text = slurm_errors.provoke(slurm_errors.Lenient, [slurm_errors.pending])
-    if not other_version("slurm"):
-        assert_all_reasons(52, text)
-        assert "GPU 3 fell off the b" in text, "sinfo -R says why a node is drained"
+    assert_slurm_says("waits", text)
+    assert "GPU 3 fell off the b" in text, "sinfo -R says why a node is drained"
 
 
 @pytest.mark.slow
-@provokes(53, 55, program="slurm")
 def test_slurm_says_why_it_starts_no_step_and_requeues_no_job():
     """And which GPUs steps get that run side by side: docs/slurm.md says it."""
     need(slurm_cluster.missing())
@@ -538,17 +663,16 @@ def test_slurm_says_why_it_starts_no_step_and_requeues_no_job():
     both, one_each = text.split("--gpus=1:")[1].split("--gpus-per-node=1:")
     assert sorted(re.findall("has GPU (.*)", both)) == ["0,1", "0,1"]
     assert sorted(re.findall("has GPU (.*)", one_each)) == ["0", "1"]
-    return text
+    assert_slurm_says("waits or fails in the job", text)
 
 
 @pytest.mark.slow
-@provokes(54, program="slurm")
 def test_slurm_ends_a_job_at_its_limits():
     need(slurm_cluster.missing())
     if not slurm_errors.MEMORY.is_dir():
         pytest.skip("needs cgroups of version 1, with memory")
     mistakes = [slurm_errors.out_of_memory, slurm_errors.time_limit]
-    return slurm_errors.provoke(slurm_errors.Confined, mistakes)
+    assert_slurm_says("ends", slurm_errors.provoke(slurm_errors.Confined, mistakes))
 
 
 @pytest.mark.slow

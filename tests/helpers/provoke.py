@@ -11,6 +11,7 @@ A line `== NAME` precedes torch's output for the mistake NAME.
 import contextlib
 import datetime
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ from torch import nn
 from torch.distributed import launch, run
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from common.errors import lost_peer
@@ -73,6 +75,56 @@ class TwoHeads(nn.Module):
         return self.used(x)
 
 
+class Checkpointed(nn.Module):
+    """Calls one block twice, with activation checkpointing."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.first, self.block = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def mark_twice():
+    """Give a weight two gradients in one backward pass, and three ways not to."""
+    ways = {
+        "marked ready twice": (True, {}),
+        "marked ready twice with find_unused_parameters": (True, {"find_unused_parameters": True}),
+        "remedy: not reentrant": (False, {"find_unused_parameters": True}),
+        "remedy: static_graph": (True, {"static_graph": True}),
+    }
+    for name, (use_reentrant, options) in ways.items():
+        with mistake_of_ranks(name):
+            ddp = DistributedDataParallel(Checkpointed(use_reentrant), **options)
+            for _ in range(2):
+                ddp(torch.ones(1, 2)).sum().backward()
+
+
+def change_in_place():
+    """Change what a backward pass still needs: the weights of a GAN, and batch norm's buffers."""
+    with mistake_of_ranks("a step between forward and backward"):
+        generator, critic = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        generator, critic = map(DistributedDataParallel, (generator, critic))
+        optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+        images = generator(torch.ones(4, 2))
+        loss = -critic(images).mean()
+        critic(images.detach()).mean().backward()
+        optimizer.step()
+        loss.backward()
+
+    for name in ("two forward passes", "remedy: two forward passes"):
+        with mistake_of_ranks(name):
+            ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+            ddp.broadcast_buffers = not name.startswith("remedy")
+            one, other = ddp(torch.randn(4, 2)), ddp(torch.randn(4, 2))
+            (one - other).square().mean().backward()
+
+
 def two_ranks():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     rank = dist.get_rank()
@@ -103,6 +155,21 @@ def two_ranks():
         for _ in range(2):
             ddp(torch.ones(1, 2)).sum().backward()
 
+    with mistake_of_ranks("no unused parameter"):
+        ddp = DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
+        for _ in range(2):
+            ddp(torch.ones(1, 2)).sum().backward()
+
+    mark_twice()
+    change_in_place()
+
+    with mistake_of_ranks("broadcast_buffers"):
+        DistributedDataParallel(nn.BatchNorm1d(2), broadcast_buffers=False)
+    with mistake_of_ranks("remedy: broadcast_buffers"):
+        ddp = DistributedDataParallel(nn.BatchNorm1d(2))
+        ddp.broadcast_buffers = False
+        ddp(torch.ones(4, 2)).sum().backward()
+
     with mistake_of_ranks("a buffer that shares memory"):
         table = nn.Module()
         table.register_parameter("weight", nn.Parameter(torch.ones(1)))
@@ -118,6 +185,23 @@ def two_ranks():
         ddp = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
         for _ in range(3 - rank):
             ddp(torch.ones(1, 2)).sum().backward()
+
+    group = short_lived_group()
+    with mistake_of_ranks("early stopping"):
+        ddp = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        for epoch in range(3):
+            ddp(torch.ones(1, 2)).sum().backward()
+            if epoch == rank:  # its own loss no longer falls
+                break
+    with mistake_of_ranks("remedy: early stopping"):
+        ddp = DistributedDataParallel(nn.Linear(2, 2))
+        for epoch in range(3):
+            ddp(torch.ones(1, 2)).sum().backward()
+            stop = torch.tensor(int(epoch == rank))
+            dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+            if stop.item():
+                break
+        sys.stderr.write(f"epochs: {epoch + 1}\n")
 
     with mistake_of_ranks("SyncBatchNorm in DDP"):
         DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)))
@@ -197,10 +281,45 @@ def launchers():
             "nobody keeps the store", "work.py", *no_store, "--rdzv-conf=is_host=0,read_timeout=1"
         )
 
+    few_open_files()
+
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.cuda.init()
     with mistake("CUDA in a forked process"):
         torch.multiprocessing.start_processes(init_cuda, nprocs=1, start_method="fork")
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 128
+
+    def __getitem__(self, index):
+        return torch.zeros(2)
+
+
+def put(queue):
+    for number in Numbers():
+        queue.put(number)
+    queue.get()
+
+
+def few_open_files():
+    """Keep more tensors of other processes than this process may have open files."""
+    few, many = 64, resource.getrlimit(resource.RLIMIT_NOFILE)
+    context = torch.multiprocessing.get_context("fork")
+    numbers = context.Queue()
+    child = context.Process(target=put, args=(numbers,), daemon=True)
+    child.start()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, many[1]))
+    with mistake("many tensors of a loader"):
+        kept = list(DataLoader(Numbers(), batch_size=1, num_workers=1))
+    with mistake("many tensors of a queue"):
+        kept = [numbers.get(timeout=30) for _ in Numbers()]
+    with mistake("remedy: copies"):
+        kept = [batch.clone() for batch in DataLoader(Numbers(), batch_size=1, num_workers=1)]
+        sys.stderr.write(f"batches: {len(kept)}\n")
+    resource.setrlimit(resource.RLIMIT_NOFILE, many)
+    child.kill()
 
 
 def init_cuda(_):
