@@ -116,7 +116,7 @@ def program(code):
 
 def test_links_lead_to_a_file_or_a_heading():
     broken = []
-    for page in [*PAGES, *chinese_pages()]:
+    for page in [*PAGES, *chinese_pages(), ROOT / "llms.txt"]:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             if target.startswith("https://"):
@@ -133,6 +133,13 @@ def test_pages_name_tests_that_exist():
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     page = (ROOT / "docs/troubleshooting.md").read_text()
     assert not [name for name in re.findall(r"`(test_\w+)`", page) if f"def {name}(" not in tests]
+
+
+def test_the_readme_shows_lines_of_the_shortest_script():
+    script = (ROOT / "docs/ddp-in-12-lines.md").read_text()
+    (diff,) = fences(ROOT / "README.md", "diff")
+    added = re.findall(r"^\+ *(.+)", diff["text"], re.M)
+    assert len(added) > 4 and all(line in script for line in added)
 
 
 def test_the_readme_names_the_size_of_each_script():
