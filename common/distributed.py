@@ -125,7 +125,7 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
         raise LaunchError(found, "a GPU, or gloo", "leave it out, or say backend='gloo'")
     backend = backend or dist.get_default_backend_for_device(device)
 
-    store = dist.HashStore() if ranks.world_size == 1 else None  # None: torchrun's own store
+    store = dist.HashStore() if ranks.world_size == 1 else store_of_torchrun(timeout)
     if address:
         store = rendezvous(address, ranks.rank, ranks.world_size, timeout)
         if ranks.local_world_size is None:  # all have joined, so they can be counted
@@ -498,6 +498,20 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT):
         raise LaunchError(*verdict)
     store.set_timeout(timeout)
     return store
+
+
+def store_of_torchrun(timeout=TIMEOUT):
+    """Return torchrun's store, for this start of the processes alone, or None: torch finds it.
+
+    torchrun on one machine keeps its store over all restarts. Without a prefix, processes would
+    wait for the addresses of those before them. On several machines, the counts may differ.
+    """
+    variables = ("TORCHELASTIC_USE_AGENT_STORE", "GROUP_WORLD_SIZE")
+    if [os.environ.get(name) for name in variables] != ["True", "1"]:
+        return None
+    host, port = os.environ["MASTER_ADDR"], read_number(TORCHRUN, "MASTER_PORT", 1, 65535)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
 
 
 def ranks_here():

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from imagenet_runs import same
-from processes import ROOT, without_gloo
+from processes import ROOT, finished, read_until, start_copy, without_gloo, workers
 from ranks import Ranks
 from torch.nn.functional import cross_entropy
 
@@ -329,6 +329,23 @@ def test_a_killed_run_continues_with_the_same_bits(whole):
     assert lines[1:] == whole_lines[1 - len(lines) :], "the line of the broken epoch too"
     end, other = (torch.load(project / name / "last.pt") for name in ("whole", "broken"))
     assert end["epoch"] == 3 and same(end, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.rare)])
+def test_torchrun_restarts_it_once_after_a_rank_is_killed(project, rank):
+    """Though torchrun on one machine keeps its store: with the addresses of the killed rank, new
+    processes would fail, which costs a second restart, or hang.
+    """
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "train.py"]
+    flags = ["--epochs=3", "--batch-size=50", "--print-every=1", "--save-every=0", "--resume"]
+    process = start_copy(project, *launch, *flags)
+    read_until(process, "epoch 2 ")
+    workers(process.pid)[rank].kill()
+    code, out, err = finished(process)
+    assert code == 0, err
+    assert re.search(r"^resumed from checkpoints/last.pt, after step \d+ of epoch \d$", out, re.M)
+    assert out.count("resumed from") == 1 and "done: test loss" in out
 
 
 @pytest.fixture
