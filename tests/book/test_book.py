@@ -183,7 +183,8 @@ def check_python(arguments, monkeypatch):
     """Arguments of python: a file of ours with what its own parser takes, or code that compiles."""
     if arguments[0] == "-c":
         compile(arguments[1], "-c", "exec")
-    if arguments[0] in ("-c", "-m") or arguments[0] == "train.py":  # the reader's own
+    # the reader's own, and TorchFT's
+    if arguments[0] in ("-c", "-m", "train.py", "train_ddp.py"):
         return
     file, *given = arguments
     assert (ROOT / file).exists(), file
