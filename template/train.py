@@ -8,7 +8,8 @@ Copy this file and distributed.py into a folder of your own, and start it in one
     torchrun --nproc-per-node=2 --max-restarts=3 train.py --resume
 
 With --resume it continues after the last saved training step. On SIGTERM and SIGUSR1 it saves and
-exits with code 75. On several machines all must see the folder of --checkpoints.
+exits with code 75. On several machines all must see the folder of --checkpoints, and --max-restarts
+needs the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 """
 
 import argparse
