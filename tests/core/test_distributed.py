@@ -532,6 +532,21 @@ def test_under_torchrun_nothing_is_overwritten_and_no_port_is_tried(join, monkey
     assert find()[:5] == ("torchrun", 1, 4, 1, 2)
 
 
+def test_processes_that_torchrun_restarts_on_one_machine_find_no_old_addresses(environment):
+    """On several machines, whose numbers of restarts may differ, torch chooses the store."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "GROUP_WORLD_SIZE": 1}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    environment(**torchrun() | shared)
+    distributed.store_of_torchrun().set("rank 0", "an address")
+    assert distributed.store_of_torchrun().check(["rank 0"]), "of the same start"
+    environment(**torchrun() | shared | {"TORCHELASTIC_RESTART_COUNT": 1})
+    assert not distributed.store_of_torchrun().check(["rank 0"])
+    for other in ({"GROUP_WORLD_SIZE": 2}, {"TORCHELASTIC_USE_AGENT_STORE": False}):
+        environment(**torchrun() | shared | other)
+        assert distributed.store_of_torchrun() is None
+
+
 # The file alone, beside a script of ten lines
 
 
