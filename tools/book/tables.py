@@ -5,7 +5,7 @@ the pages.
 from statistics import mean, median
 
 from tools.book import gpu_figures
-from tools.records import group, hardware, published, ratios, records, select, spread
+from tools.records import group, hardware, published, ratios, records, select
 
 
 def table(head, rows):
