@@ -165,7 +165,7 @@ def test_the_page_shows_what_the_tool_prints(printed):
     recorded = {record["command"]: record["output"] for record in records("output")}
     page = (ROOT / "docs/07_fsdp.md").read_text()
     commands = re.findall(r"<!-- output: (python tools/fit\.py (.*)) -->", page)
-    assert len(commands) == 2
+    assert commands
     for command, arguments in commands:
         assert printed(arguments).rstrip() == recorded[command].rstrip()
 
