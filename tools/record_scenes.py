@@ -1,0 +1,388 @@
+"""Record the scenes of docs/see/: run their programs on two to four processes, and write scenes.js.
+
+    python tools/record_scenes.py
+
+A scene is a program in docs/see/, and what scenes.json says of it: the functions to follow, the
+values to show, and its switches, each of which replaces some text of the program. Each process
+records the lines that it executes with the values before each, its gradients and its messages.
+Then the events of all processes are put into frames: a process goes on by one event per frame, but
+it waits in a collective until the others have called it too. So the order is that of the program,
+and the same in each recording; only the clock differs.
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from common.distributed import free_port
+from launch.rank_watch.calls import differences
+
+FOLDER = ROOT / "docs/see"
+COLLECTIVES = ("all_reduce", "barrier")
+SHARDED = {  # of FSDP; the names are those of torch before and since 2.13
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+}
+# How long a collective waits for other ranks. With the switch "hang", they never come.
+PATIENCE = {"hang": timedelta(seconds=10)}
+
+
+def scenes():
+    return read()["scenes"]
+
+
+def read():
+    return json.loads((FOLDER / "scenes.json").read_text())
+
+
+def source_of(scene, switch):
+    """Return the text of a scene's program with one of its switches."""
+    text = (FOLDER / scene["program"]).read_text()
+    for old, new in scene["switches"][switch]:
+        if text.count(old) != 1:
+            raise ValueError(f"{scene['program']}: expected once: {old!r}")
+        text = text.replace(old, new)
+    return text
+
+
+# In a process
+
+
+class Player:
+    """Runs a program in this process, and records what it does."""
+
+    def __init__(self, scene, rank):
+        self.path = str(FOLDER / scene["program"])
+        self.functions = scene["functions"]
+        self.watch = scene["watch"]
+        self.follow_layers = scene.get("follow_layers", False)
+        self.layers = 0  # that have computed
+        self.rank = rank
+        self.frame = None  # the innermost frame that is followed
+        self.calls = 0  # collectives so far
+        self.messages = {}  # {(from, to): how many}
+        self.pending = []  # collectives of DDP that backward() waits for
+        self.events = []
+        self.start = None
+
+    def run(self, source):
+        code = compile(source, self.path, "exec")
+        self.patch()
+        sys.settrace(self.trace)
+        try:
+            exec(code, {"__name__": "__main__"})
+        finally:
+            sys.settrace(None)
+
+    def trace(self, frame, kind, _):
+        if frame.f_code.co_filename != self.path or frame.f_code.co_name not in self.functions:
+            return None
+        outer = self.frame
+        self.start = self.start or time.perf_counter()
+
+        raised = False  # since the last line: the function ends by an exception
+
+        def follow(frame, kind, _):
+            nonlocal raised
+            self.frame = frame
+            if kind == "line":
+                self.add("line")
+            elif kind == "exception":
+                raised = True
+            elif kind == "return":
+                if outer is None and not raised:
+                    self.add("return")
+                self.frame = outer
+            if kind != "exception":
+                raised = False
+            return follow
+
+        self.frame = frame
+        return follow
+
+    def add(self, kind, **more):
+        """Record an event at the current line, with the values of now."""
+        if self.frame is None:
+            return
+        sys.settrace(None)
+        ms = round(1000 * (time.perf_counter() - self.start))
+        line = self.frame.f_lineno
+        event = {"kind": kind, "line": line, "ms": ms} | more
+        event.setdefault("values", self.values())
+        self.events.append(event)
+        sys.settrace(self.trace)
+
+    def values(self):
+        found = {}
+        for label, expression in self.watch.items():
+            try:
+                value = eval(expression, self.frame.f_globals, self.frame.f_locals)
+            except (NameError, AttributeError, IndexError):
+                continue
+            if value is not None:
+                found[label] = plain(value)
+        return found
+
+    # What the program calls
+
+    def patch(self):
+        self.all_reduce = dist.all_reduce
+        for name in COLLECTIVES:
+            self.patch_collective(name, name)
+        for name, shown in SHARDED.items():
+            if hasattr(dist, name):
+                self.patch_collective(name, shown)
+        self.patch_messages()
+        if self.follow_layers:
+            self.patch_linear()
+        self.patch_ddp()
+
+    def patch_collective(self, name, shown):
+        original = getattr(dist, name)
+
+        def call(*args, **options):
+            if self.frame is None:
+                return original(*args, **options)
+            self.calls += 1
+            key = [shown, self.calls]
+            sent = next((arg for arg in reversed(args) if torch.is_tensor(arg)), None)
+            sent = None if shown == "barrier" else plain(sent)
+            self.add("wait", keys=[key], sent=sent)
+            result = original(*args, **options)
+            self.add("done", keys=[key])
+            return result
+
+        setattr(dist, name, call)
+
+    def patch_messages(self):
+        isend, recv = dist.isend, dist.recv
+
+        def count(pair):
+            self.messages[pair] = self.messages.get(pair, 0) + 1
+            return ["message", *pair, self.messages[pair]]
+
+        def send_later(tensor, to):
+            self.add("send", keys=[count((self.rank, to))], to=to, sent=plain(tensor))
+            return isend(tensor, to)
+
+        def receive(tensor, source):
+            key = count((source, self.rank))
+            self.add("receive", keys=[key], source=source)
+            recv(tensor, source)
+            self.add("done", keys=[key])
+
+        dist.isend, dist.recv = send_later, receive
+
+    def patch_linear(self):
+        """Record when a layer computes, and when it has the gradient of its weights."""
+        linear = torch.nn.functional.linear
+
+        def compute(inputs, weight, bias=None):
+            self.layers += 1
+            name = str(self.layers)
+            self.add("compute", of=name)
+            if weight.requires_grad:
+                weight.register_hook(lambda gradient: self.add("gradient", of=name))
+            return linear(inputs, weight, bias)
+
+        torch.nn.functional.linear = compute
+
+    def patch_ddp(self):
+        original = DistributedDataParallel.__init__
+        all_reduce = self.all_reduce
+        backward = torch.Tensor.backward
+
+        def show_gradient(name, gradient):
+            self.add("gradient", of=name, sent=plain(gradient))
+
+        def init(ddp, module, **options):
+            original(ddp, module, **options)
+            names = {id(weight): name for name, weight in module.named_parameters()}
+            for name, weight in module.named_parameters():
+                weight.register_hook(functools.partial(show_gradient, name))
+
+            def average(group, bucket):
+                if self.frame is not None:
+                    self.calls += 1
+                    key = ["all_reduce", self.calls]
+                    self.pending.append(key)
+                    of = [names[id(weight)] for weight in bucket.parameters()]
+                    self.add("bucket", keys=[key], of=of, sent=plain(bucket.buffer()))
+                mine = bucket.buffer().div_(dist.get_world_size())
+                work = all_reduce(mine, async_op=True)
+                return work.get_future().then(lambda done: done.value()[0])
+
+            ddp.register_comm_hook(None, average)
+
+        def backward_and_wait(loss, *args, **options):
+            backward(loss, *args, **options)
+            if self.pending:
+                # backward() itself has waited: the values are those from before
+                self.add("wait", keys=self.pending, values=self.events[-1]["values"])
+                self.add("done", keys=self.pending)
+                self.pending = []
+
+        DistributedDataParallel.__init__ = init
+        torch.Tensor.backward = backward_and_wait
+
+
+def plain(value):
+    """Return numbers as they are shown: a number, a list or a list of lists."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if torch.is_tensor(value):
+        value = value.detach().tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def play(rank, scene, switch, port, folder):
+    """Run a program as one rank, and write what it did to a file."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(scene["ranks"]), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    init = dist.init_process_group
+    dist.init_process_group = lambda backend: init(backend, timeout=PATIENCE.get(switch))
+    player = Player(scene, rank)
+    try:
+        player.run(source_of(scene, switch))
+    except RuntimeError:
+        if switch not in PATIENCE:
+            raise
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(player.events))
+    os._exit(0)
+
+
+# All processes together
+
+
+def record(scene, switch):
+    """Run a scene with a switch. Returns the events of each rank, a list of lists."""
+    ranks = scene["ranks"]
+    with tempfile.TemporaryDirectory() as folder:
+        args = (scene, switch, free_port(), folder)
+        # forked, because each new process would import torch for seconds
+        torch.multiprocessing.start_processes(play, args, nprocs=ranks, start_method="fork")
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def frames_of(events):
+    """Return the frames of a scene from the events of its ranks."""
+    ranks = range(len(events))
+    position = [0] * len(events)
+    arrived = {}  # {key of a collective or message: ranks that have called it}
+    shown = [{} for _ in ranks]  # values of each rank in the frame before
+    frames = []
+    clock = 0
+    while any(position[rank] < len(events[rank]) for rank in ranks):
+        before = {key: set(who) for key, who in arrived.items()}
+        frame = []
+        moved = False
+        for rank in ranks:
+            if position[rank] == len(events[rank]):
+                frame.append(last_of(events[rank]))
+                continue
+            event = events[rank][position[rank]]
+            keys = [tuple(key) for key in event.get("keys", [])]
+            is_new = any(rank not in arrived.get(key, ()) for key in keys)
+            for key in keys:
+                arrived.setdefault(key, set()).add(rank)
+            free = event["kind"] not in ("wait", "receive")
+            free |= not is_new and all(complete(key, before, len(events)) for key in keys)
+            changed = {k: v for k, v in event["values"].items() if shown[rank].get(k) != v}
+            shown[rank] = shown[rank] | changed
+            shown_too = ("line", "of", "sent", "to", "source")
+            state = {key: event[key] for key in shown_too if event.get(key) is not None}
+            state["kind"] = event["kind"]
+            if changed:
+                state["values"] = changed
+            if keys and event["kind"] != "done":
+                state["calls"] = [" ".join(map(str, key)) for key in keys]
+            frame.append(state)
+            if free:
+                position[rank] += 1
+            moved |= free or is_new
+            clock = max(clock, event["ms"])
+        if not moved:
+            frames.append({"ms": clock, "ranks": frame, "hang": True})
+            break
+        if not frames or frame != frames[-1]["ranks"]:
+            frames.append({"ms": clock, "ranks": frame})
+    return frames
+
+
+def last_of(events):
+    """Return what a rank shows that has no more events: it has ended, or waits in its last call."""
+    last = events[-1]
+    if last["kind"] == "return":
+        return {"kind": "ended"}
+    calls = [" ".join(map(str, key)) for key in last["keys"]]
+    return {"kind": "wait", "line": last["line"], "calls": calls}
+
+
+def complete(key, arrived, world_size):
+    """Return whether nobody needs to be waited for: all have called it, or the sender has."""
+    who = arrived.get(key, set())
+    return key[1] in who if key[0] == "message" else len(who) == world_size
+
+
+def why(events):
+    """Return what launch/why_hang.py says of ranks that stand still."""
+    answers = {}
+    for rank, recorded in enumerate(events):
+        calls = {}
+        for event in recorded:
+            for name, number in event.get("keys", []):
+                done = event["kind"] == "done"
+                place = f"step.py:{event['line']} in train()"
+                shape = [len(event["sent"])] if isinstance(event.get("sent"), list) else []
+                calls.setdefault(number, ["default_pg", number, name, [shape], done, place])
+                calls[number][4] = done
+        answers[rank] = {"at": "", "calls": list(calls.values())}
+    return "\n".join(difference.text for difference in differences(answers))
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=FOLDER / "scenes.js", metavar="FILE")
+    args = parser.parse_args()
+    page = read()
+    for name, scene in page["scenes"].items():
+        scene["runs"] = {}
+        for switch in scene["switches"]:
+            events = record(scene, switch)
+            run = {"program": source_of(scene, switch), "frames": frames_of(events)}
+            if "hang" in run["frames"][-1]:
+                run["says"] = why(events)
+            scene["runs"][switch] = run
+            print(f"{name}, {switch}: {len(run['frames'])} frames")
+        del scene["switches"]
+    text = f"const PAGE = {dumps(page['page'])};\nconst SCENES = {dumps(page['scenes'])};\n"
+    args.out.write_text(text)
+
+
+def dumps(value):
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+if __name__ == "__main__":
+    main()
