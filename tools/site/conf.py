@@ -7,6 +7,7 @@ pages and notebooks as they stand in the repository.
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+SEE = ROOT / "docs/see"
 sys.path.insert(0, str(ROOT))
 
 from tools.book.chinese import translate_notebook
@@ -88,6 +90,9 @@ include_patterns = [f"{docname(page)}{page.suffix}" for page in PAGES]
 
 def change_source(app, name, source):
     """Add the contents to the first page; translate notebooks, and fold their code."""
+    # MyST would make a download of a link to the page of recorded runs
+    link = r"\[([^]]+)\]\(([^\s)]*see/index\.html[^\s)]*)\)"
+    source[0] = re.sub(link, r'<a href="\2">\1</a>', source[0])
     if name == root_doc:
         for captions, pages in GROUPS.items():
             names = "\n".join(f"/{docname(page)}" for page in pages)
@@ -148,7 +153,13 @@ def show_blocks(app, what, name, obj, options, lines):
             lines[k:k] = ["::", ""]
 
 
+def copy_recorded_runs(app, error):
+    """Copy the page of recorded runs, which needs no Sphinx."""
+    shutil.copytree(SEE, Path(app.outdir) / SEE.relative_to(ROOT), dirs_exist_ok=True)
+
+
 def setup(app):
+    app.connect("build-finished", copy_recorded_runs)
     app.add_post_transform(LinkOtherSite)
     app.connect("source-read", change_source)
     app.connect("html-page-context", add_language_switch)
