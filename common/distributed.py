@@ -79,7 +79,7 @@ class Ranks(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where rank 0 listens. Ranks of another job leave its store, if the launcher names jobs."""
+    """Where rank 0 listens, and for which job, so that a rank refuses the store of another one."""
 
     host: str
     port: int
@@ -91,7 +91,7 @@ class Address(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:
-    """The place of this process among the processes of its job."""
+    """What setup_distributed() returns: the place of this process in its job, and its device."""
 
     rank: int  # 0 to world_size - 1; rank 0 prints and saves
     world_size: int
@@ -118,19 +118,22 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
     check_launch(launcher)
     address = find_address(launcher, ranks, port)
 
-    at_least = ranks.local_rank + 1  # processes on this machine, where nobody has counted them yet
+    at_least = ranks.local_rank + 1  # processes on this machine, until all have joined
     device = setup_device(ranks.local_rank, ranks.local_world_size or at_least)
     if backend == "nccl" and device.type != "cuda":
         found = "backend='nccl', and this process sees no GPU"
         raise LaunchError(found, "a GPU, or gloo", "leave it out, or say backend='gloo'")
     backend = backend or dist.get_default_backend_for_device(device)
 
-    store = dist.HashStore() if ranks.world_size == 1 else store_of_torchrun(timeout)
-    if address:
+    if ranks.world_size == 1:
+        store = dist.HashStore()
+    elif address is None:
+        store = store_of_torchrun(timeout)
+    else:
         store = rendezvous(address, ranks.rank, ranks.world_size, timeout)
         if ranks.local_world_size is None:  # all have joined, so they can be counted
             ranks = ranks._replace(local_world_size=store.add(ranks_here(), 0))
-            setup_device(ranks.local_rank, ranks.local_world_size)  # fewer threads
+            setup_device(ranks.local_rank, ranks.local_world_size)  # fewer threads; enough GPUs?
     set_variables(ranks, address)
 
     # With a device_id, NCCL connects now, not in the first collective, where errors are obscure.
@@ -238,7 +241,7 @@ def read_nodes():
 
 
 # The table at the top of this file, in its order. Another launcher also has to be looked at in
-# check_launch(), check_gpus() and find_address().
+# check_launch(), check_gpus(), cores_per_process(), find_address() and find_host().
 LAUNCHERS = {
     "torchrun": read_torchrun,
     "mpirun": read_mpirun,
@@ -395,7 +398,7 @@ def find_address(launcher, ranks, port=None):
     if launcher == "srun":
         job_id = read_number(SRUN, "SLURM_JOB_ID")
         job = f"{job_id}.{read_number(SRUN, 'SLURM_STEP_ID')}"
-    if "MASTER_PORT" in os.environ:
+    if os.environ.get("MASTER_PORT"):
         command = "export MASTER_PORT=29500 on all machines, or unset it"
         port = read_number(command, "MASTER_PORT", 1, 65535)
     elif not port:  # jobs that share a machine get ports of their own
@@ -472,7 +475,6 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT):
     """
     try:
         store = open_store(address, rank, world_size, timeout)
-        store.add(ranks_here(), 1)
         process = f"process {os.getpid()} on {socket.gethostname()}"
         problem = None
         if store.add(f"claims to rank {rank}", 1) > 1:
@@ -483,11 +485,16 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT):
             publish(store, problem)
         else:
             store.set(f"rank {rank}", process)
+            store.add(ranks_here(), 1)
             if store.add("ranks", 1) == world_size:  # this was the last one
                 publish(store, None)
         if rank == 0:
             wait_for_verdict(store, world_size, address, timeout)
-        verdict = json.loads(store.get("verdict"))  # waits for it
+        else:
+            give_up_at = time.monotonic() + 2 * timeout.total_seconds()
+            while not store.check(["verdict"]) and time.monotonic() < give_up_at:
+                time.sleep(0.1)  # store.get() would wait too, but deaf to Ctrl-C
+        verdict = json.loads(store.get("verdict"))
         if problem and not verdict:  # all had joined before this process came
             verdict = problem.args
     except RuntimeError as error:
@@ -501,10 +508,11 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT):
 
 
 def store_of_torchrun(timeout=TIMEOUT):
-    """Return torchrun's store, for this start of the processes alone, or None: torch finds it.
+    """Return torchrun's own store, or None to let torch find it.
 
-    torchrun on one machine keeps its store over all restarts. Without a prefix, processes would
-    wait for the addresses of those before them. On several machines, the counts may differ.
+    torchrun on one machine keeps its store over all restarts. Without a prefix for each, restarted
+    processes would read the addresses of those before them, and wait for these (tried with torch
+    2.11 and 2.14). On several machines there is no prefix: the counts of restarts may differ.
     """
     variables = ("TORCHELASTIC_USE_AGENT_STORE", "GROUP_WORLD_SIZE")
     if [os.environ.get(name) for name in variables] != ["True", "1"]:
@@ -525,7 +533,7 @@ def publish(store, problem):
 
 
 def wait_for_verdict(store, world_size, address, timeout):
-    """Wait as rank 0 for the verdict. Warn of missing ranks; after `timeout`, they are it."""
+    """Wait as rank 0 for the verdict. Warn of missing ranks, and publish them after `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     warn_at = min(time.monotonic() + WARN_AFTER, deadline)
     while not store.check(["verdict"]):
@@ -537,7 +545,7 @@ def wait_for_verdict(store, world_size, address, timeout):
             missing[8:] = ["..."]
         names = "a rank that fell silent while it joined"
         if missing:
-            names = f"ranks {', '.join(missing)} of {world_size}"
+            names = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world_size}"
         if time.monotonic() < deadline:
             log.warning("rank 0 at %s is waiting for %s", address, names)
         else:
@@ -577,7 +585,7 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
         found = f"the store of {found_job} answers at {address}"
         command = "end what has that port (ss -ltnp), or export another MASTER_PORT on all machines"
         raise LaunchError(found, f"the store of {job}", command)
-    store.set_timeout(2 * timeout)  # longer than rank 0 waits for the other ranks
+    store.set_timeout(timeout)
     return store
 
 
@@ -585,7 +593,8 @@ def connect(address, rank, job, connection):
     """Set the Future `connection` to a store and the job that it says it is for, or to an error.
 
     Each rank opens one connection, as in torch itself: the store may do a slow name look-up for
-    each. torch's own time limit, a day here, does not cover every wait, and prints C++ stacks.
+    each. torch's own time limit is a day here, so that the one in open_store() comes first: torch's
+    does not cover every wait, and prints C++ stacks.
     """
     host = "127.0.0.1" if rank == 0 else address.host
     try:
@@ -602,7 +611,7 @@ def connect(address, rank, job, connection):
 
 def resolves(host):
     """Return whether a host name has an address now. That of a Kubernetes pod has one later."""
-    with contextlib.suppress(socket.gaierror):
+    with contextlib.suppress(OSError, UnicodeError):
         return bool(socket.getaddrinfo(host, None))
     return False
 
@@ -629,10 +638,15 @@ def unusable_port(port, error):
 
 
 def end_process(error):
-    """Exit at once, with the code of sys.exit(), or with 1 after printing any other error."""
+    """Exit at once, with the code of sys.exit(), or with 1 after printing any other error.
+
+    What atexit would do is not done.
+    """
     code = (error.code or 0) if isinstance(error, SystemExit) else None
-    if not isinstance(code, int):
+    if code is None:
         traceback.print_exc()
+    elif not isinstance(code, int):  # sys.exit("a message")
+        print(code, file=sys.stderr)
     with contextlib.suppress(OSError):  # nobody reads it any more
         sys.stdout.flush()
         sys.stderr.flush()

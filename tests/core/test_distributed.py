@@ -3,8 +3,10 @@ the last part.
 """
 
 import json
+import multiprocessing
 import os
 import re
+import signal
 import socket
 import time
 import weakref
@@ -332,6 +334,25 @@ def test_a_rank_that_comes_once_more_is_named_to_itself():
     stores = meet(2, [0, 1], port)
     (result,) = meet(2, [1], port)
     assert "rank 1 is claimed twice, by process" in result and len(stores) == 2
+
+
+def test_a_rank_that_waits_for_others_hears_ctrl_c():
+    address = Address("127.0.0.1", free_port(), "")
+    context = multiprocessing.get_context("fork")
+    arguments = [(address, rank, 3, timedelta(minutes=5)) for rank in (0, 1)]
+    ranks = [context.Process(target=distributed.rendezvous, args=args) for args in arguments]
+    try:
+        for rank in ranks:
+            rank.start()
+        store = dist.TCPStore(address.host, address.port, is_master=False, wait_for_workers=False)
+        store.wait(["rank 1"], timedelta(minutes=1))
+        os.kill(ranks[1].pid, signal.SIGINT)
+        ranks[1].join(60)
+        assert ranks[1].exitcode == 1
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
