@@ -5,6 +5,7 @@ where it can, runs, every snippet runs, and every link leads on.
 import ast
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -96,6 +97,29 @@ def test_the_chinese_edition_is_in_step():
     hashes = chinese.load_hashes()
     problems = [line for page in chinese.english_pages() for line in chinese.check(page, hashes)]
     assert not problems + chinese.unknown_comments()
+
+
+def test_a_translation_that_has_not_changed_is_noted_only_if_somebody_says_so(
+    monkeypatch, tmp_path, capsys
+):
+    """As if two English passages of a page had changed since their translations were looked at."""
+    file = tmp_path / "in_step.json"
+    page = ROOT / "docs/zh/kaggle.md"
+    name = "docs/zh/kaggle.md"
+    monkeypatch.setattr(chinese, "HASHES", file)
+    noted = json.loads((ROOT / "docs/zh/in_step.json").read_text())
+    file.write_text(json.dumps({name: noted[name][2:]}))
+    with pytest.raises(
+        SystemExit, match=r"and the Chinese has not: docs/zh/kaggle\.md:1, .*--same"
+    ):
+        chinese.done(page)
+    chinese.done(page, line=1, same=True)
+    assert json.loads(file.read_text()) == {name: [noted[name][0], *noted[name][2:]]}
+    with pytest.raises(SystemExit, match="no stale passage begins at"):
+        chinese.done(page, line=1, same=True)
+    chinese.done(page, same=True)
+    assert json.loads(file.read_text()) == {name: noted[name]}
+    assert capsys.readouterr().out.count(name) == 2
 
 
 def test_code_with_chinese_comments_is_the_same_program():

@@ -1,7 +1,9 @@
 """Keep the Chinese edition in step with the English one.
 
-    python tools/book/chinese.py               name each stale Chinese passage, and exit with 1
-    python tools/book/chinese.py --done FILE   after you have looked: note the passages of a page
+    python tools/book/chinese.py                     name each stale Chinese passage
+    python tools/book/chinese.py --done FILE         after you have looked: note those of a page
+    python tools/book/chinese.py --done FILE:LINE    only the passage that begins there
+    python tools/book/chinese.py --done FILE --same  also if the Chinese is that of the last commit
 
 A passage is a heading, a paragraph, a list item or a row of a table. Each English passage has one
 Chinese passage, in the same order, with the same code, numbers, links and pictures. Code blocks are
@@ -17,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
 from itertools import zip_longest
 from pathlib import Path
@@ -296,9 +299,13 @@ def load_hashes():
     return json.loads(HASHES.read_text()) if HASHES.exists() else {}
 
 
-def done(path):
-    """Note that the translation of each passage of a Chinese page was looked at, and print the new
-    ones.
+def done(path, line=None, same=False):
+    """Note that translations on a Chinese page were looked at, and print the new ones.
+
+    Args:
+        line: int, where a passage begins, or None for all.
+        same: bool. False: refuse a translation that has not changed since the last commit, although
+            its English has.
     """
     there = path.resolve()
     page = next((page for page in english_pages() if chinese_page(page) == there), None)
@@ -311,12 +318,26 @@ def done(path):
     name = str(there.relative_to(ROOT))
     noted = hashes.get(name, [])
     pairs = [pair for pair in zip(english, chinese, strict=True) if is_prose(pair[0])]
-    for a, b in pairs:
-        if digest(a) not in noted:
-            print(f"{place(there, b)}\n  {' '.join(a.text.split())}\n  {b.text}")
-    hashes[name] = [digest(a) for a, _ in pairs]
+    new = [(a, b) for a, b in pairs if digest(a) not in noted and line in (None, b.line)]
+    if line and not new:
+        sys.exit(f"chinese.py: error: no stale passage begins at {path}:{line}")
+    before = {passage.text for passage in passages(last_commit(name))}
+    unchanged = [place(there, b) for _, b in new if b.text in before]
+    if unchanged and not same:
+        found = f"the English has changed, and the Chinese has not: {', '.join(unchanged)}"
+        sys.exit(f"chinese.py: error: {found}; if it still says the same, add --same")
+    for a, b in new:
+        print(f"{place(there, b)}\n  {' '.join(a.text.split())}\n  {b.text}")
+    known = {*noted, *(digest(a) for a, _ in new)}
+    hashes[name] = [digest(a) for a, _ in pairs if digest(a) in known]
     # a hash per line: branches that change different passages of one page merge
     HASHES.write_text(json.dumps(hashes, indent=0, sort_keys=True) + "\n")
+
+
+def last_commit(name):
+    """Return the text of a file in the last commit, or "" if it is not there."""
+    command = ["git", "show", f"HEAD:{name}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
 
 
 # Notebooks
@@ -346,14 +367,17 @@ def translate_notebook(text, name):
 
 def parse_args():
     parser = Parser(__doc__)
-    text = "a Chinese page whose passages were looked at"
-    parser.add_argument("--done", type=Path, metavar="FILE", help=text)
+    text = "a Chinese page whose passages were looked at, or the place of one passage"
+    parser.add_argument("--done", metavar="FILE[:LINE]", help=text)
+    text = "the translation still says the same, though the English has changed"
+    parser.add_argument("--same", action="store_true", help=text)
     return parser.parse_args()
 
 
 def main(args):
     if args.done:
-        done(args.done)
+        file, _, line = args.done.partition(":")
+        done(Path(file), int(line) if line.isdigit() else None, args.same)
         return 0
     hashes = load_hashes()
     found = [line for page in english_pages() for line in check(page, hashes)]
