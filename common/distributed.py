@@ -492,7 +492,9 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT):
             wait_for_verdict(store, world_size, address, timeout)
         else:
             give_up_at = time.monotonic() + 2 * timeout.total_seconds()
-            while not store.check(["verdict"]) and time.monotonic() < give_up_at:
+            while not store.check(["verdict"]):
+                if time.monotonic() > give_up_at:
+                    raise RuntimeError("rank 0 fell silent")
                 time.sleep(0.1)  # store.get() would wait too, but deaf to Ctrl-C
         verdict = json.loads(store.get("verdict"))
         if problem and not verdict:  # all had joined before this process came
@@ -503,7 +505,6 @@ def rendezvous(address, rank, world_size, timeout=TIMEOUT):
     if verdict:
         time.sleep(2 if rank == 0 else 0)  # the store ends with rank 0: let the others read first
         raise LaunchError(*verdict)
-    store.set_timeout(timeout)
     return store
 
 
