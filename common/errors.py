@@ -75,8 +75,9 @@ def lost_peer(error):
     is_lost = "connect|clos|reset by peer|broken pipe|timed out|remote"
     if not from_a_collective or not re.search(is_lost, text, re.I):
         return None
-    # NCCL names the cause last; gloo first names a line of its own source.
-    cause = re.split("last error:", text, flags=re.I)[-1]
+    # NCCL names the cause last; gloo first names a line of its own source. Behind " At:" stand
+    # the lines of a hook of DDP.
+    cause = re.split("last error:", text, flags=re.I)[-1].partition(" At: /")[0]
     cause = re.sub(r"\[\S*/gloo/\S*\] ?", "", cause).strip()[:200]
     remedy = "its own message, or its launcher's, says why; it may stand above"
     if ("127.0." in text and "refused" in text) or "no route" in text.lower():

@@ -7,7 +7,8 @@ values to show, and its switches, each of which replaces some text of the progra
 records the lines that it executes with the values before each, its gradients and its messages.
 Then the events of all processes are put into frames: a process goes on by one event per frame, but
 it waits in a collective until the others have called it too. So the order is that of the program,
-and the same in each recording; only the clock differs.
+and the same in each recording; only the clock differs. The scene "machine" is 06_imagenet.py under
+two torchruns: tools/lab/restart_scene.py.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed import free_port
 from launch.rank_watch.calls import differences
+from tools.lab import restart_scene
 
 FOLDER = ROOT / "docs/see"
 COLLECTIVES = ("all_reduce", "barrier")
@@ -54,6 +56,8 @@ def read():
 
 def source_of(scene, switch):
     """Return the text of a scene's program with one of its switches."""
+    if "dies" in scene:
+        return restart_scene.program()
     text = (FOLDER / scene["program"]).read_text()
     for old, new in scene["switches"][switch]:
         if text.count(old) != 1:
@@ -275,6 +279,8 @@ def play(rank, scene, switch, port, folder):
 
 def record(scene, switch):
     """Run a scene with a switch. Returns the events of each rank, a list of lists."""
+    if "dies" in scene:
+        return restart_scene.record(scene)
     ranks = scene["ranks"]
     with tempfile.TemporaryDirectory() as folder:
         args = (scene, switch, free_port(), folder)
@@ -291,8 +297,16 @@ def frames_of(events):
     shown = [{} for _ in ranks]  # values of each rank in the frame before
     frames = []
     clock = 0
+
+    def complete(key):
+        """Whether nobody needs to be waited for: all have called it or died, or the sender has."""
+        who = before.get(key, set())
+        return key[1] in who if key[0] == "message" else who >= set(ranks) - dead
+
     while any(position[rank] < len(events[rank]) for rank in ranks):
         before = {key: set(who) for key, who in arrived.items()}
+        ended = {rank for rank in ranks if position[rank] == len(events[rank])}
+        dead = {rank for rank in ended if events[rank][-1]["kind"] == "killed"}
         frame = []
         moved = False
         for rank in ranks:
@@ -305,7 +319,9 @@ def frames_of(events):
             for key in keys:
                 arrived.setdefault(key, set()).add(rank)
             free = event["kind"] not in ("wait", "receive")
-            free |= not is_new and all(complete(key, before, len(events)) for key in keys)
+            free |= not is_new and all(complete(key) for key in keys)
+            if event["kind"] == "started":
+                shown[rank] = {}
             changed = {k: v for k, v in event["values"].items() if shown[rank].get(k) != v}
             shown[rank] = shown[rank] | changed
             shown_too = ("line", "of", "sent", "to", "source")
@@ -333,14 +349,10 @@ def last_of(events):
     last = events[-1]
     if last["kind"] == "return":
         return {"kind": "ended"}
+    if last["kind"] == "killed":
+        return {"kind": "gone"}
     calls = [" ".join(map(str, key)) for key in last["keys"]]
     return {"kind": "wait", "line": last["line"], "calls": calls}
-
-
-def complete(key, arrived, world_size):
-    """Return whether nobody needs to be waited for: all have called it, or the sender has."""
-    who = arrived.get(key, set())
-    return key[1] in who if key[0] == "message" else len(who) == world_size
 
 
 def why(events):

@@ -19,8 +19,12 @@ const run = () => scene().runs[state.option];
 
 // Return the values of a rank at a frame: a frame holds only those that have changed.
 function valuesAt(rank, frame) {
-  const values = {};
-  for (let k = 0; k <= frame; k++) Object.assign(values, run().frames[k].ranks[rank].values);
+  let values = {};
+  for (let k = 0; k <= frame; k++) {
+    const one = run().frames[k].ranks[rank];
+    if (one.kind === "started") values = {}; // another process: it has nothing of the one before
+    Object.assign(values, one.values);
+  }
   return values;
 }
 
@@ -28,6 +32,7 @@ function valuesAt(rank, frame) {
 
 function callName(call) {
   const [name, ...numbers] = call.split(" ");
+  if (scene().names?.[name]) return say(scene().names[name]);
   if (name !== "message") return `${name} ${numbers.join(" ")}`;
   return say([`message ${numbers[2]} of rank ${numbers[0]}`, `rank ${numbers[0]} 的第 ${numbers[2]} 条消息`]);
 }
@@ -50,6 +55,14 @@ function describe(rank, one, stands) {
       return say([`computes the gradient of ${of}`, `算出${of}的梯度`]);
     case "bucket":
       return say([`starts ${calls}: the bucket of ${of} is full`, `启动 ${calls}：${of}的 bucket 已满`]);
+    case "started":
+      return say(["starts", "启动"]);
+    case "killed":
+      return say(["is killed", "被杀死"]);
+    case "gone":
+      return say(["is gone", "已不在"]);
+    case "failed":
+      return say(["fails", "出错"]);
     case "return":
       return say(["returns", "返回"]);
     case "line":
@@ -103,7 +116,7 @@ function drawLanes() {
   $("lanes").replaceChildren();
   frame.ranks.forEach((one, rank) => {
     const waits = one.kind === "wait" || one.kind === "receive";
-    const lane = make("div", $("lanes"), { className: waits ? "lane waits" : "lane" });
+    const lane = make("div", $("lanes"), { className: waits ? "lane waits" : `lane ${one.kind}` });
     lane.style.setProperty("--color", COLORS[rank]);
     make("h3", lane, { textContent: `rank ${rank}` });
     make("p", lane, { className: "does", textContent: describe(rank, one, frame.hang) });
@@ -122,8 +135,8 @@ function drawCode() {
   const first = SCENES[state.scene].runs[Object.keys(scene().runs)[0]].program.split("\n");
   $("code").replaceChildren();
   const begin = own.findIndex((line) => line.startsWith(`def ${scene().functions[0]}`) || line.startsWith("class "));
-  const end = own.findIndex((line) => line.startsWith("if __name__")) - 2; // two blank lines
-  own.slice(0, end).forEach((text, index) => {
+  const main = own.findIndex((line, index) => index > begin && line.startsWith("if __name__"));
+  own.slice(0, main < 0 ? own.length : main - 2).forEach((text, index) => {
     if (index < begin) return;
     const here = frame.ranks.flatMap((one, rank) => (one.line === index + 1 ? [rank] : []));
     const item = make("li", $("code"), { className: here.length ? "here" : "" });
@@ -131,10 +144,9 @@ function drawCode() {
     const gutter = make("i", item);
     for (const rank of here) make("b", gutter, { textContent: rank }).style.background = COLORS[rank];
     make("span", item, { textContent: text || " " });
-    if (here.length && $("code").scrollHeight > $("code").clientHeight) {
-      $("code").scrollTop = item.offsetTop - $("code").offsetTop - 60;
-    }
   });
+  const marked = $("code").querySelector(".here"); // the panel may be lower than the program
+  if (marked) $("code").scrollTop = marked.offsetTop - $("code").offsetTop - 60;
 }
 
 function drawNote() {
@@ -180,7 +192,8 @@ function drawPage() {
     button.setAttribute("aria-pressed", option === state.option);
     button.onclick = () => show(state.scene, option);
   }
-  $("run").textContent = `${say(PAGE.run)} torchrun --nproc-per-node=${scene().ranks} docs/see/${scene().program}`;
+  const command = scene().run ?? `torchrun --nproc-per-node=${scene().ranks} docs/see/${scene().program}`;
+  $("run").textContent = `${say(PAGE.run)} ${command} ${scene().flags ?? ""}`;
   drawCalculators(state.language);
   draw();
 }

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from needs import need
+from PIL import Image
 from processes import ROOT
 
 from tools import fit, record_scenes
@@ -89,6 +90,8 @@ def check_frames(page, scene, run):
         assert shown["place"].startswith(place) and shown["note"] and not shown["wide"], shown
         source = run["program"].splitlines()
         for rank, one in enumerate(frame["ranks"]):
+            if one["kind"] == "started":
+                values[rank] = {}  # another process
             values[rank] |= one.get("values", {})
             numbers = [
                 number
@@ -104,6 +107,17 @@ def check_frames(page, scene, run):
 
 def flat(value):
     return [number for one in value for number in flat(one)] if isinstance(value, list) else [value]
+
+
+@pytest.mark.slow
+def test_the_stills_show_what_the_page_shows():
+    need(None if shutil.which("chromium") else "not installed: chromium")
+    stills = pytest.importorskip("tools.book.stills")
+    with stills.browser() as page:
+        for language, folder in stills.LANGUAGES.items():
+            for name in stills.STILLS:
+                kept = Image.open(folder / f"{name}.png").text["Shows"]
+                assert stills.show(page, name, language) == kept, "python tools/book/stills.py"
 
 
 @pytest.mark.slow
