@@ -296,9 +296,7 @@ def check_launch(launcher):
         log.warning(
             "running as one process, though SLURM_NTASKS=%s: srun python %s", in_job, SCRIPT
         )
-    if launcher == "torchrun" and {"TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"} <= set(
-        os.environ
-    ):
+    if {"TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"} <= os.environ.keys():  # a torchrun in a task
         tasks = read_number(SRUN, "SLURM_STEP_NUM_TASKS", 1)
         nodes = read_number(SRUN, "SLURM_STEP_NUM_NODES", 1)
         if tasks > nodes:
@@ -306,7 +304,7 @@ def check_launch(launcher):
             command = f"srun --ntasks={nodes} --ntasks-per-node=1 torchrun ..."
             raise LaunchError(f"SLURM_STEP_NUM_TASKS={tasks}: {found}", "one on each", command)
         is_alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
-        if nodes > 1 and is_alone and os.environ["LOCAL_RANK"] == "0":
+        if nodes > 1 and is_alone and os.environ.get("LOCAL_RANK") == "0":
             command = f"torchrun --nnodes={nodes}"
             log.warning("each of %d machines trains alone: for one run of all, %s", nodes, command)
     if launcher == "nodes":

@@ -359,7 +359,8 @@ def test_ranks_that_do_not_come_are_named(caplog, monkeypatch):
     monkeypatch.setattr(distributed, "WARN_AFTER", 0.5)
     results = meet(4, [0, 2], timeout=4)
     assert all("ranks 1, 3 of 4 did not join rank 0 on" in result for result in results)
-    assert "is waiting for ranks 1, 3 of 4" in caplog.text
+    # on a slow machine rank 2 joins after the warning
+    assert re.search("is waiting for ranks 1, (2, )?3 of 4", caplog.text)
 
 
 @pytest.mark.parametrize(
