@@ -1,4 +1,4 @@
-"""Mend programs that train wrongly, and have your mends checked.
+"""Repair programs that train wrongly, and have your repairs checked.
 
     python exercises/check.py              list the exercises, and say which one is next
     python exercises/check.py 5            run exercise 5 on two ranks, and say what was seen
@@ -33,13 +33,13 @@ def parse_args():
     add("number", nargs="?", type=int, choices=FOLDERS, help="of an exercise")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--hint", action="store_true", help="print a hint and the page to read")
-    what.add_argument("--solution", action="store_true", help="print what was wrong, and one mend")
+    what.add_argument("--solution", action="store_true", help="print what was wrong, and one repair")
     what.add_argument(
         "--reset", action="store_true", help="start again; your file is kept with the ending .old"
     )
     what.add_argument("--watch", action="store_true", help="check whenever the file is saved")
     what.add_argument("--all", action="store_true", help="check all exercises: for teachers")
-    add("--folder", type=Path, default=HERE / "mine", help="where the mended files are")
+    add("--folder", type=Path, default=HERE / "mine", help="where the repaired files are")
     add("--limit", type=float, default=runner.LIMIT, help="seconds for a program that computes")
     add("--zh", action="store_true", help="speak Chinese, as with LANG=zh_CN.UTF-8")
     args = parser.parse_args()
@@ -139,7 +139,7 @@ class Reader:
         passed = self.passed()
         self.print(
             "Each program runs as two processes or more, called rank 0, rank 1, and so on. It does"
-            " something\nwrongly: mend it. Programs 19 to 22 have a gap to fill.\nIf you have never"
+            " something\nwrongly: repair it. Programs 19 to 22 have a gap to fill.\nIf you have never"
             " seen such a program, read {page} first.\n",
             page=f"{self.docs}/ddp-in-12-lines.md",
         )
@@ -196,7 +196,7 @@ class Reader:
         if not answer.passed:
             self.print("not yet: {sentence}", sentence=answer.sentence)
             self.print("A hint: {command}", command=self.command(number, "--hint"))
-            self.print("One mend: {command}", command=self.command(number, "--solution"))
+            self.print("One solution: {command}", command=self.command(number, "--solution"))
             return 1
         self.print("passed: {sentence}", sentence=answer.sentence)
         print(f"\n{text.why}\n")
