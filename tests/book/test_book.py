@@ -96,7 +96,17 @@ def test_pages_show_todays_code_and_records():
 def test_the_chinese_edition_is_in_step():
     hashes = chinese.load_hashes()
     problems = [line for page in chinese.english_pages() for line in chinese.check(page, hashes)]
-    assert not problems + chinese.unknown_comments()
+    assert not problems + chinese.unknown_comments() + chinese.unwanted_words()
+
+
+def test_a_chinese_page_with_an_unwanted_word_is_refused_by_name(monkeypatch, tmp_path):
+    """As if the title of a page were such a word."""
+    title, *_ = (ROOT / "docs/zh/kaggle.md").read_text().splitlines()
+    terms = tmp_path / "terms.json"
+    terms.write_text(json.dumps({title: "a better one"}))
+    monkeypatch.setattr(chinese, "TERMS", terms)
+    found = f"docs/zh/kaggle.md:1: {title}: expected a better one, as docs/zh/terms.json says"
+    assert found in chinese.unwanted_words()
 
 
 def test_a_translation_that_has_not_changed_is_noted_only_if_somebody_says_so(

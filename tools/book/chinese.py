@@ -11,6 +11,7 @@ equal, with the comments that docs/zh/comments.json translates; generated blocks
 source. A Chinese page may also hold blocks of its own, from <!-- only: zh --> to <!-- end -->.
 docs/zh/in_step.json holds a hash of each English passage as it was when its translation was last
 looked at. The words of generated tables and of pictures are in docs/zh/tables.json and labels.json.
+docs/zh/terms.json holds words that the Chinese edition does not use, and what stands instead.
 """
 
 import base64
@@ -35,6 +36,7 @@ from tools.book.pages import BLOCK, ONLY_CHINESE, chinese_page, notebooks, pages
 from tools.records import ROOT
 
 HASHES, FIGURES = ROOT / "docs/zh/in_step.json", ROOT / "docs/figures"
+TERMS = ROOT / "docs/zh/terms.json"
 CELL = "<!-- cell: {} -->"  # stands before the text of each Markdown cell of a notebook
 
 
@@ -250,6 +252,21 @@ def unknown_comments():
     ]
 
 
+def unwanted_words():
+    """Return a line for each place where the Chinese edition has a word of terms.json."""
+    terms = json.loads(TERMS.read_text())
+    files = [chinese_page(page) for page in english_pages()]
+    files += [ROOT / f"docs/zh/{name}.json" for name in ("comments", "labels", "tables")]
+    files += [ROOT / "exercises/chinese.json", *sorted(ROOT.glob("exercises/*/text.zh.md"))]
+    return [
+        f"{file.relative_to(ROOT)}:{number}: {word}: expected {instead}, as docs/zh/terms.json says"
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), start=1)
+        for word, instead in terms.items()
+        if word in line
+    ]
+
+
 def quoted_files():
     """Return the paths of the files whose code the generated blocks show."""
     blocks = [block for page in pages() for block in BLOCK.findall(page.read_text())]
@@ -381,7 +398,7 @@ def main(args):
         return 0
     hashes = load_hashes()
     found = [line for page in english_pages() for line in check(page, hashes)]
-    found += unknown_comments()
+    found += unknown_comments() + unwanted_words()
     print(*found, sep="\n", end="\n" if found else "")
     return bool(found)
 
