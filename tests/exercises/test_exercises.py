@@ -323,7 +323,7 @@ def test_chinese_is_spoken_if_asked_for_or_if_the_locale_is_chinese(check, tmp_p
     assert IN_CHINESE[1].title in out and ENGLISH[1].title not in out
     assert mine.read_text().startswith(f'"""{IN_CHINESE[1].task}\n"""')
     code, out = check(4)
-    assert code == 1 and "还不对：rank 2 选择了 cuda:2" in out
+    assert code == 1 and "还没有通过：rank 2 选择了 cuda:2" in out
 
 
 def test_the_limit_stops_a_program_that_computes_forever(check, tmp_path):
