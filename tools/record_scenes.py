@@ -13,6 +13,7 @@ two torchruns: tools/lab/restart_scene.py.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
@@ -85,6 +86,7 @@ class Player:
         self.pending = []  # collectives of DDP that backward() waits for
         self.events = []
         self.start = None
+        self.fresh = False  # since the last event: another function began, with its own values
 
     def run(self, source):
         code = compile(source, self.path, "exec")
@@ -100,7 +102,7 @@ class Player:
             return None
         outer = self.frame
         self.start = self.start or time.perf_counter()
-
+        self.fresh = self.fresh or outer is None
         raised = False  # since the last line: the function ends by an exception
 
         def follow(frame, kind, _):
@@ -130,6 +132,9 @@ class Player:
         line = self.frame.f_lineno
         event = {"kind": kind, "line": line, "ms": ms} | more
         event.setdefault("values", self.values())
+        if self.fresh:
+            event["fresh"] = True
+            self.fresh = False
         self.events.append(event)
         sys.settrace(self.trace)
 
@@ -140,8 +145,7 @@ class Player:
                 value = eval(expression, self.frame.f_globals, self.frame.f_locals)
             except (NameError, AttributeError, IndexError):
                 continue
-            if value is not None:
-                found[label] = plain(value)
+            found[label] = plain(value)
         return found
 
     # What the program calls
@@ -198,12 +202,15 @@ class Player:
         """Record when a layer computes, and when it has the gradient of its weights."""
         linear = torch.nn.functional.linear
 
+        def show_whole_gradient(name, gradient):
+            self.add("gradient", of=name, values=self.values() | {"whole": plain(gradient)})
+
         def compute(inputs, weight, bias=None):
             self.layers += 1
             name = str(self.layers)
             self.add("compute", of=name)
             if weight.requires_grad:
-                weight.register_hook(lambda gradient: self.add("gradient", of=name))
+                weight.register_hook(functools.partial(show_whole_gradient, name))
             return linear(inputs, weight, bias)
 
         torch.nn.functional.linear = compute
@@ -238,8 +245,9 @@ class Player:
         def backward_and_wait(loss, *args, **options):
             backward(loss, *args, **options)
             if self.pending:
-                # backward() itself has waited: the values are those from before
-                self.add("wait", keys=self.pending, values=self.events[-1]["values"])
+                # backward() itself has waited: values and time are those from before
+                before = {key: self.events[-1][key] for key in ("values", "ms")}
+                self.add("wait", keys=self.pending, **before)
                 self.add("done", keys=self.pending)
                 self.pending = []
 
@@ -286,7 +294,26 @@ def record(scene, switch):
         args = (scene, switch, free_port(), folder)
         # forked, because each new process would import torch for seconds
         torch.multiprocessing.start_processes(play, args, nprocs=ranks, start_method="fork")
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+        events = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    source = source_of(scene, switch).splitlines()
+    for of_rank in events:
+        look_at_lines(of_rank, source)
+    return events
+
+
+def look_at_lines(events, source):
+    """Mark lines that sleep, and change the kind of each "for" or "with" that ends its block."""
+
+    def indentation(event):
+        text = source[event["line"] - 1]
+        return len(text) - len(text.lstrip())
+
+    for event, following in itertools.pairwise(events):
+        text = source[event["line"] - 1].strip()
+        leaves = following["kind"] == "return" or indentation(following) <= indentation(event)
+        if event["kind"] == "line" and text.startswith(("for ", "with ")) and leaves:
+            event["kind"] = "end"
+        event["sleeps"] = event["kind"] == "line" and "time.sleep" in text
 
 
 def frames_of(events):
@@ -296,7 +323,10 @@ def frames_of(events):
     arrived = {}  # {key of a collective or message: ranks that have called it}
     shown = [{} for _ in ranks]  # values of each rank in the frame before
     frames = []
-    clock = 0
+
+    def sleeps(rank):
+        coming = events[rank][position[rank] :]
+        return bool(coming) and coming[0].get("sleeps", False)
 
     def complete(key):
         """Whether nobody needs to be waited for: all have called it or died, or the sender has."""
@@ -307,11 +337,12 @@ def frames_of(events):
         before = {key: set(who) for key, who in arrived.items()}
         ended = {rank for rank in ranks if position[rank] == len(events[rank])}
         dead = {rank for rank in ended if events[rank][-1]["kind"] == "killed"}
-        frame = []
+        frame = [None for _ in ranks]
         moved = False
-        for rank in ranks:
+        # a rank that sleeps goes on when no other can
+        for rank in sorted(ranks, key=sleeps):
             if position[rank] == len(events[rank]):
-                frame.append(last_of(events[rank]))
+                frame[rank] = last_of(events[rank])
                 continue
             event = events[rank][position[rank]]
             keys = [tuple(key) for key in event.get("keys", [])]
@@ -320,38 +351,46 @@ def frames_of(events):
                 arrived.setdefault(key, set()).add(rank)
             free = event["kind"] not in ("wait", "receive")
             free |= not is_new and all(complete(key) for key in keys)
-            if event["kind"] == "started":
+            free &= not (moved and sleeps(rank))
+            if event.get("fresh"):
                 shown[rank] = {}
             changed = {k: v for k, v in event["values"].items() if shown[rank].get(k) != v}
             shown[rank] = shown[rank] | changed
-            shown_too = ("line", "of", "sent", "to", "source")
+            shown_too = ("line", "of", "sent", "to", "source", "fresh")
             state = {key: event[key] for key in shown_too if event.get(key) is not None}
             state["kind"] = event["kind"]
+            state["ms"] = event["ms"]
             if changed:
                 state["values"] = changed
-            if keys and event["kind"] != "done":
+            if keys:
                 state["calls"] = [" ".join(map(str, key)) for key in keys]
-            frame.append(state)
+            frame[rank] = state
             if free:
                 position[rank] += 1
             moved |= free or is_new
-            clock = max(clock, event["ms"])
         if not moved:
-            frames.append({"ms": clock, "ranks": frame, "hang": True})
+            frames.append({"ranks": frame, "hang": True})
             break
-        if not frames or frame != frames[-1]["ranks"]:
-            frames.append({"ms": clock, "ranks": frame})
+        if not frames or is_news(frame, frames[-1]["ranks"]):
+            frames.append({"ranks": frame})
     return frames
 
 
+def is_news(frame, before):
+    """Return whether a frame shows something that the one before it does not."""
+    return frame != [{key: one[key] for key in one if key != "values"} for one in before]
+
+
 def last_of(events):
-    """Return what a rank shows that has no more events: it has ended, or waits in its last call."""
+    """Return what a rank shows that has no more events: it has ended, or waits in its calls."""
     last = events[-1]
     if last["kind"] == "return":
         return {"kind": "ended"}
     if last["kind"] == "killed":
         return {"kind": "gone"}
-    calls = [" ".join(map(str, key)) for key in last["keys"]]
+    done = [key for event in events if event["kind"] == "done" for key in event["keys"]]
+    called = [key for event in events for key in event.get("keys", []) if key not in done]
+    calls = [" ".join(map(str, key)) for key in called]
     return {"kind": "wait", "line": last["line"], "calls": calls}
 
 

@@ -26,7 +26,7 @@ def exchange(piece, after, before):
 def main():
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
-    tensor = torch.tensor([1.0, 10.0, 100.0, 1000.0]) * (rank + 1)
+    tensor = torch.tensor([1.0, 2.0, 3.0, 4.0]) * 10**rank  # a digit for each rank
     ring_all_reduce(tensor, rank, n)
     dist.destroy_process_group()
 

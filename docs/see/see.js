@@ -22,7 +22,7 @@ function valuesAt(rank, frame) {
   let values = {};
   for (let k = 0; k <= frame; k++) {
     const one = run().frames[k].ranks[rank];
-    if (one.kind === "started") values = {}; // another process: it has nothing of the one before
+    if (one.fresh) values = {}; // another function or process: it has nothing of the one before
     Object.assign(values, one.values);
   }
   return values;
@@ -52,10 +52,13 @@ function describe(rank, one, stands) {
     case "compute":
       return say([`computes ${of}`, `计算 ${of}`]);
     case "gradient":
-      return say([`computes the gradient of ${of}`, `算出${of}的梯度`]);
+      return say([`computes the gradient of ${of}`, `算出 ${of} 的梯度`]);
     case "bucket":
       return say([`starts ${calls}: the bucket of ${of} is full`, `启动 ${calls}：${of}的 bucket 已满`]);
+    case "end":
+      return say(["leaves this block", "离开这个代码块"]);
     case "started":
+    case "restarted":
       return say(["starts", "启动"]);
     case "killed":
       return say(["is killed", "被杀死"]);
@@ -77,11 +80,12 @@ function notesOf(frame) {
   const found = new Map(); // {note: its ranks}
   frame.ranks.forEach((one, rank) => {
     const line = one.line ? lines[one.line - 1] : "";
+    const place = [line, one.calls ?? [], one.of ?? []].flat().join(" ");
     const key = frame.hang ? "hang" : one.kind;
-    const fits = (where) => { // "@wait barrier": an event, and the text of its line; else the text of a line
+    const fits = (where) => { // "@wait barrier": an event, and words of its line or calls; else text of a line
       if (!where.startsWith("@")) return one.kind === "line" && line.includes(where);
       const [kind, ...text] = where.slice(1).split(" ");
-      return kind === key && line.includes(text.join(" "));
+      return kind === key && text.every((word) => place.includes(word));
     };
     const note = scene().notes.find(([where, , , option]) => fits(where) && (!option || option === state.option));
     if (note) found.set(say([note[1], note[2]]), [...(found.get(say([note[1], note[2]])) ?? []), rank]);
@@ -118,11 +122,12 @@ function drawLanes() {
     const waits = one.kind === "wait" || one.kind === "receive";
     const lane = make("div", $("lanes"), { className: waits ? "lane waits" : `lane ${one.kind}` });
     lane.style.setProperty("--color", COLORS[rank]);
-    make("h3", lane, { textContent: `rank ${rank}` });
+    const heading = make("h3", lane, { textContent: `rank ${rank} ` });
+    if ("ms" in one) make("small", heading, { textContent: `${one.ms} ms` });
     make("p", lane, { className: "does", textContent: describe(rank, one, frame.hang) });
-    const values = valuesAt(rank, state.frame);
+    const values = one.kind === "gone" ? {} : valuesAt(rank, state.frame);
     for (const label of Object.keys(scene().watch)) {
-      if (label in values) {
+      if (values[label] != null) {
         drawValue(lane, label, values[label], label in (one.values ?? {}), scene().bars?.[label]);
       }
     }
@@ -163,7 +168,7 @@ function draw() {
   state.frame = Math.max(0, Math.min(state.frame, frames.length - 1));
   $("slider").max = frames.length - 1;
   $("slider").value = state.frame;
-  $("place").textContent = `${state.frame + 1} / ${frames.length} · ${frames[state.frame].ms} ms`;
+  $("place").textContent = `${state.frame + 1} / ${frames.length}`;
   for (const id of ["first", "back"]) $(id).disabled = state.frame === 0;
   for (const id of ["next", "last"]) $(id).disabled = state.frame === frames.length - 1;
   drawNote();
@@ -183,7 +188,7 @@ function drawPage() {
     button.setAttribute("aria-pressed", name === state.scene);
     button.onclick = () => show(name);
   }
-  $("question").textContent = say(scene().question);
+  $("question").textContent = say(scene().questions?.[state.option] ?? scene().question);
   $("about").textContent = say(scene().about);
   $("switches").replaceChildren();
   const options = Object.keys(scene().runs);

@@ -25,7 +25,8 @@ def main():
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-6)  # small: a bucket for each layer
-    ddp(IMAGES).sum().backward()  # after its first step, DDP sorts the gradients into buckets
+    for _ in range(2):  # when its second step begins, DDP sorts the gradients into buckets
+        ddp(IMAGES).sum().backward()
     model.zero_grad()
     train(dist.get_rank(), model, ddp)
     dist.destroy_process_group()

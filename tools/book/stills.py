@@ -15,11 +15,12 @@ from PIL import Image, PngImagePlugin
 from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
-STILLS = {"step": "step/ddp/8", "ring": "ring/ring/36", "fsdp": "fsdp/fsdp/11"}
+STILLS = {"step": "step/ddp/8", "ring": "ring/ring/20", "fsdp": "fsdp/fsdp/11"}
 LANGUAGES = {"en": ROOT / "docs/figures", "zh": ROOT / "docs/figures/zh"}
-# Without what a picture cannot do, and as low as the lanes.
+# Without what a picture cannot do, and without times, which differ in each recording.
 STYLE = """
 header, h1, h2, #intro, #about, #scenes, #switches, #controls, #run, #fit, #scale { display: none }
+.lane small { display: none }
 #note { min-height: 0 }
 #code { max-height: 27em; overflow: hidden }
 #scene { padding: 8px }

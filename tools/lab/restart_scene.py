@@ -181,7 +181,7 @@ def main():
     votes.MAX_COST = float("inf")
     sys.argv[0] = str(SCRIPT)
     code = compile(SCRIPT.read_text(), str(SCRIPT), "exec")
-    witness.write(None, "started")
+    witness.write(None, "restarted" if witness.is_restart else "started", fresh=True)
     sys.settrace(witness.trace)
     exec(code, {"__name__": "__main__", "__file__": str(SCRIPT)})
 
