@@ -33,7 +33,7 @@ def parse_args():
     add("number", nargs="?", type=int, choices=FOLDERS, help="of an exercise")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--hint", action="store_true", help="print a hint and the page to read")
-    what.add_argument("--solution", action="store_true", help="print what was wrong, and one repair")
+    what.add_argument("--solution", action="store_true", help="print what was wrong, and a repair")
     what.add_argument(
         "--reset", action="store_true", help="start again; your file is kept with the ending .old"
     )
@@ -139,8 +139,8 @@ class Reader:
         passed = self.passed()
         self.print(
             "Each program runs as two processes or more, called rank 0, rank 1, and so on. It does"
-            " something\nwrongly: repair it. Programs 19 to 22 have a gap to fill.\nIf you have never"
-            " seen such a program, read {page} first.\n",
+            " something\nwrongly: repair it. Programs 19 to 22 have a gap to fill.\nIf you have"
+            " never seen such a program, read {page} first.\n",
             page=f"{self.docs}/ddp-in-12-lines.md",
         )
         for n, text in self.texts.items():
