@@ -41,7 +41,7 @@ from tools.lab import slurm_cluster
 
 PAGE = ROOT / "docs/troubleshooting.md"
 SHORT = timedelta(seconds=1)
-NOT_HERE = "Not provoked here:"
+NOT_HERE = "Not provoked:"
 # The lines that this project prints, whatever version of torch is installed
 OURS = re.compile(
     r"LaunchError: |UserError: |torchrun was started without |found: |(?:…|\S+\.py): error: "
@@ -505,6 +505,14 @@ def test_a_checkpoint_of_a_gpu_is_loaded_where_it_was(tmp_path, monkeypatch):
     return raised(lambda: torch.load(tmp_path / "weights.pt"))
 
 
+@provokes(85)
+def test_the_old_names_of_mixed_precision_warn():
+    with pytest.warns(FutureWarning) as warnings:
+        torch.cuda.amp.autocast(enabled=False)
+    torch.amp.GradScaler("cuda", enabled=False)
+    return f"FutureWarning: {warnings[0].message}"
+
+
 @provokes(69)
 def test_a_batch_smaller_than_the_world_is_refused():
     return raised(lambda: DataLoader(range(64), batch_size=32 // 64))
@@ -625,7 +633,7 @@ def test_a_name_that_does_not_resolve_is_named():
 def texts_of_slurm(part):
     """The texts in one part of the table of entry 51, without those that need another Slurm."""
     rows = ENTRIES[51].body.partition(f"| **{part}** |")[2].partition("\n| **")[0]
-    cells = re.findall(r"^\| (`[^|]*`) \|(?!.*not provoked here)", rows, re.M)
+    cells = re.findall(r"^\| (`[^|]*`) \|(?!.*not provoked)", rows, re.M)
     return [text.strip("`") for cell in cells for text in cell.split("`, `")]
 
 
