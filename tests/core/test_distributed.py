@@ -98,6 +98,9 @@ def test_a_port_is_used_unless_the_environment_names_one(environment):
 
 
 def test_the_shell_of_an_sbatch_file_is_one_process(environment, caplog):
+    environment(**srun())
+    find()
+    assert not caplog.text
     environment(**SBATCH_SHELL)
     find()
     command = f"srun python {distributed.SCRIPT}"
