@@ -351,7 +351,7 @@ def setup_device(local_rank, local_world_size):
 def check_gpus(count, is_own, local_world_size):
     """Raise LaunchError if GPUs would stay idle in a Slurm task, or there are too few."""
     is_task = {"SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"} <= os.environ.keys()
-    if {"LOCAL_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():
+    if {"LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"} & os.environ.keys():
         is_task = False  # a torchrun or mpirun in the task started this process
     is_alone = is_task and local_world_size == 1
     if is_alone and count > 1 and slurm_tasks_here() == 1:
@@ -566,10 +566,10 @@ def open_store(address, rank, world_size, timeout=TIMEOUT):
     thread.start()
     seconds = timeout.total_seconds()
     concurrent.futures.wait([connection], min(seconds, WARN_AFTER))
-    if not connection.done():
+    if not connection.done() and seconds > WARN_AFTER:
         reason = find_obstacle(address, job)
         log.warning("rank %d is waiting for the store of rank 0 at %s (%s)", rank, address, reason)
-        concurrent.futures.wait([connection], max(0, seconds - WARN_AFTER))
+        concurrent.futures.wait([connection], seconds - WARN_AFTER)
     if not connection.done():
         found = f"rank {rank} could not reach rank 0 at {address} ({find_obstacle(address, job)})"
         command = "see whether it runs, and what MASTER_ADDR and MASTER_PORT say there"

@@ -235,6 +235,8 @@ def test_one_slurm_task_with_several_gpus_is_refused(environment, gpus):
     environment(**alone, **torchrun(0))
     assert setup_device(0, 2) == torch.device("cuda", 0), "a torchrun in the task"
     assert setup_device(0, 1) == torch.device("cuda", 0), "ranks that somebody has set by hand"
+    environment(**alone | MPICH)
+    assert setup_device(0, 1) == torch.device("cuda", 0), "an mpirun of MPICH in the task"
     environment(**srun(0))
     assert setup_device(0, 2) == torch.device("cuda", 0), "a task for each GPU"
     environment(**alone)
