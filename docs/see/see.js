@@ -44,6 +44,7 @@ function describe(rank, one, stands) {
     case "wait":
     case "receive":
       if (stands) return say([`stands still in ${calls}`, `卡在 ${calls}`]);
+      if (one.kind === "receive") return say([`waits for ${calls}`, `等待 ${calls}`]);
       return say([`waits in ${calls}`, `在 ${calls} 中等待`]);
     case "done":
       return say(["gets the result", "得到结果"]);
@@ -69,7 +70,7 @@ function describe(rank, one, stands) {
     case "return":
       return say(["returns", "返回"]);
     case "line":
-      return say(["runs the marked line", "执行标出的这一行"]);
+      return say(["comes to the marked line", "即将执行标出的这一行"]);
   }
   return say(["has ended", "已结束"]);
 }

@@ -60,6 +60,9 @@ def record(scene):
         if codes != [-signal.SIGKILL, 0]:
             raise RuntimeError(f"exit codes {codes}\n" + read(Path(folder), ".log"))
         events = [json_lines(file) for file in Path(folder).glob("*.jsonl")]
+    begin = min(found[0]["ms"] for found in events)  # of 06: torchrun itself starts for seconds
+    for event in (event for found in events for event in found):
+        event["ms"] -= begin
     return sorted(events, key=lambda found: found[0]["rank"])
 
 
