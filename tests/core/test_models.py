@@ -93,6 +93,7 @@ def test_a_stem_for_grey_images_keeps_the_rest_of_the_model():
 
 def test_a_vision_transformer_takes_images_of_its_patch_size_or_larger():
     model = build_model(flags("--arch", "vit_b_16"), images(1, (32, 32)))
+    assert model.conv_proj.bias is not None, "the new stem has a bias as the old one"
     assert model.encoder.pos_embedding.shape == (1, 1 + 2 * 2, 768)
     assert model(torch.rand(2, 1, 32, 32)).shape == (2, 10)
 
