@@ -18,9 +18,9 @@ help:  ## list these commands
 demo: $(VENV)/ready  ## train with one process, then with two, and compare: a minute on two cores
 	$(RUN) tools/demo.py
 	@echo
-	@echo "Next: $(RUN) 01_snsc.py         all 50000 shapes, a larger model, 5 epochs"
-	@echo "      $(RUN) 01_snsc.py --help  other data sets, models and settings"
-	@echo "      docs/01_snsc.md                     what happened, and what to read next"
+	@echo "Next: docs/ddp-in-12-lines.md   the shortest script for several GPUs"
+	@echo "      docs/01_snsc.md           the first chapter: a larger model, and what each line means"
+	@echo "      $(RUN) 01_snsc.py --limit 16000 --epochs 2   one to three minutes on two cores"
 
 test: $(VENV)/ready-dev  ## run the quick tests: about four minutes on two cores
 	$(PYTEST) -n 2 -m "not slow"

@@ -1,8 +1,8 @@
 """Train for one epoch on 256 images, with two processes that share the work.
 
 The processes, called rank 0 and rank 1, run this same program. In an epoch, each image should be
-read once, by one of the ranks. What you see: the loss falls, but the epoch has 8 training steps, as
-many as with one process.
+read once, by one of the ranks. What you see: the loss falls, but each rank reads all 256 images in
+8 training steps, as one process would.
 """
 
 import torch
