@@ -1,14 +1,18 @@
 """launch/check_ranks.py, on training scripts with a mistake, and on right ones."""
 
 import functools
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 
 import pytest
 from processes import ROOT
 from ranks import Ranks
+
+from launch.rank_watch import monitor
 
 # A right script: 64 samples in 8 steps per epoch on two ranks, then an evaluation.
 RIGHT = """\
@@ -478,6 +482,18 @@ def test_what_is_right_but_unusual_is_not_found(check, name):
     assert "\nok: " in output and "found: " not in output, output
 
 
+def test_ranks_that_make_different_numbers_of_steps_are_named(check):
+    """Without gradients to wait for, they do not hang."""
+    alone = ("ddp = DistributedDataParallel(net)", "ddp = net")
+    fewer = (
+        "    for x, y in loader:\n        loss",
+        "    for x, y in list(loader)[rank:]:\n        loss",
+    )
+    _, output = check(script_with([alone, fewer]))
+    found = "different numbers of training steps: 16 on rank 0, 14 on rank 1"
+    assert f"found: the ranks made {found}. Each rank needs the same number" in output
+
+
 def test_the_line_of_the_script_is_named(check):
     *changes, _ = MISTAKES["net instead of ddp"]
     text = script_with(changes)
@@ -643,3 +659,15 @@ def test_tasks_of_srun_are_watched(slurm, tmp_path):
     command = [sys.executable, CHECK, "--steps", "5", ROOT / "05_mnmc_ddp_slurm.py", *flags]
     done = slurm.run("srun", "--nodes=2", "--ntasks=2", *command)
     assert done.returncode == 0 and "ok: 5 training steps on 2 ranks" in done.stdout, done
+
+
+def test_a_rank_that_never_connects_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(monitor, "ARRIVAL", 1)
+    hello = {"kind": "hello", "token": "a", "rank": 0, "host": "a"}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as rank_0,
+    ):
+        rank_0.sendall(json.dumps(hello).encode() + b"\n")
+        monitor.Monitor(listener, "a", world_size=3).run()
+    assert "found: ranks 1, 2 did not connect to rank 0" in capsys.readouterr().out
