@@ -81,6 +81,13 @@ FIND_UNUSED = ("Parallel(net)", "Parallel(net, find_unused_parameters=True)")
 
 # name: (what is replaced in RIGHT, by what, what the checker finds)
 MISTAKES = {
+    "other shapes, which gloo adds up all the same": [
+        (
+            "for epoch in range(2):",
+            "dist.all_reduce(torch.ones(4).view((4,) if rank else (2, 2)))\nfor epoch in range(2):",
+        ),
+        r"call \d+ of the group \S+ differs: rank 0: all_?reduce \[2, 2\] .* rank 1: \S+ \[4\] ",
+    ],
     "net instead of ddp": [
         ("cross_entropy(ddp(x), y)", "cross_entropy(net(x), y)"),
         r"weights of the ranks differ after training step 1 \(SGD at \S+:\d+\): 0.weight, \S+ "
