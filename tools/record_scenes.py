@@ -356,15 +356,7 @@ def frames_of(events):
                 shown[rank] = {}
             changed = {k: v for k, v in event["values"].items() if shown[rank].get(k) != v}
             shown[rank] = shown[rank] | changed
-            shown_too = ("line", "of", "sent", "to", "source", "fresh")
-            state = {key: event[key] for key in shown_too if event.get(key) is not None}
-            state["kind"] = event["kind"]
-            state["ms"] = event["ms"]
-            if changed:
-                state["values"] = changed
-            if keys:
-                state["calls"] = [" ".join(map(str, key)) for key in keys]
-            frame[rank] = state
+            frame[rank] = state_of(event, changed)
             if free:
                 position[rank] += 1
             moved |= free or is_new
@@ -374,6 +366,17 @@ def frames_of(events):
         if not frames or is_news(frame, frames[-1]["ranks"]):
             frames.append({"ranks": frame})
     return frames
+
+
+def state_of(event, changed):
+    """Return what a frame shows of a rank: the event, and the values that have changed."""
+    shown = ("line", "of", "sent", "to", "source", "fresh", "kind", "ms")
+    state = {key: event[key] for key in shown if event.get(key) is not None}
+    if changed:
+        state["values"] = changed
+    if event.get("keys"):
+        state["calls"] = [" ".join(map(str, key)) for key in event["keys"]]
+    return state
 
 
 def is_news(frame, before):
