@@ -139,14 +139,8 @@ class Player:
         sys.settrace(self.trace)
 
     def values(self):
-        found = {}
-        for label, expression in self.watch.items():
-            try:
-                value = eval(expression, self.frame.f_globals, self.frame.f_locals)
-            except (NameError, AttributeError, IndexError):
-                continue
-            found[label] = plain(value)
-        return found
+        found = restart_scene.values_at(self.frame, self.watch)
+        return {label: plain(value) for label, value in found.items()}
 
     # What the program calls
 

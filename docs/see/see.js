@@ -30,6 +30,19 @@ function valuesAt(rank, frame) {
 
 // What a rank does, in words.
 
+const DOES = {
+  done: ["gets the result", "得到结果"],
+  end: ["leaves this block", "离开这个代码块"],
+  started: ["starts", "启动"],
+  restarted: ["starts", "启动"],
+  killed: ["is killed", "被杀死"],
+  gone: ["is gone", "已不在"],
+  failed: ["fails", "出错"],
+  return: ["returns", "返回"],
+  line: ["comes to the marked line", "即将执行标出的这一行"],
+  ended: ["has ended", "已结束"],
+};
+
 function callName(call) {
   const [name, ...numbers] = call.split(" ");
   if (scene().names?.[name]) return say(scene().names[name]);
@@ -46,8 +59,6 @@ function describe(rank, one, stands) {
       if (stands) return say([`stands still in ${calls}`, `卡在 ${calls}`]);
       if (one.kind === "receive") return say([`waits for ${calls}`, `等待 ${calls}`]);
       return say([`waits in ${calls}`, `在 ${calls} 中等待`]);
-    case "done":
-      return say(["gets the result", "得到结果"]);
     case "send":
       return say([`sends ${one.sent} to rank ${one.to}`, `向 rank ${one.to} 发送 ${one.sent}`]);
     case "compute":
@@ -56,23 +67,8 @@ function describe(rank, one, stands) {
       return say([`computes the gradient of ${of}`, `算出 ${of} 的梯度`]);
     case "bucket":
       return say([`starts ${calls}: the bucket of ${of} is full`, `启动 ${calls}：${of}的 bucket 已满`]);
-    case "end":
-      return say(["leaves this block", "离开这个代码块"]);
-    case "started":
-    case "restarted":
-      return say(["starts", "启动"]);
-    case "killed":
-      return say(["is killed", "被杀死"]);
-    case "gone":
-      return say(["is gone", "已不在"]);
-    case "failed":
-      return say(["fails", "出错"]);
-    case "return":
-      return say(["returns", "返回"]);
-    case "line":
-      return say(["comes to the marked line", "即将执行标出的这一行"]);
   }
-  return say(["has ended", "已结束"]);
+  return say(DOES[one.kind]);
 }
 
 // The notes of a frame: those of its events and of the lines that its ranks are at.

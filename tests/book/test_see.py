@@ -3,15 +3,15 @@
 import json
 import random
 import re
-import shutil
 import sys
 
 import pytest
-from needs import need
+from needs import need_browser
 from PIL import Image
 from processes import ROOT
 
 from tools import fit, record_scenes
+from tools.book import stills
 from tools.planning import step_model
 
 PAGE = ROOT / "docs/see/index.html"
@@ -39,15 +39,9 @@ def test_the_programs_of_the_scenes_do_today_what_the_page_shows(tmp_path, monke
 @pytest.fixture
 def page():
     """The page in a browser; anything that it complains about or requests is an error."""
-    pytest.importorskip("playwright")
-    chromium = shutil.which("chromium")
-    need(None if chromium else "not installed: chromium (apt-get install chromium)")
-    from playwright.sync_api import sync_playwright
-
+    need_browser()
     problems = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 390, "height": 844})
+    with stills.browser(viewport={"width": 390, "height": 844}) as page:
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on(
@@ -56,7 +50,6 @@ def page():
         )
         page.goto(f"file://{PAGE}#step/ddp/0/en")
         yield page
-        browser.close()
     assert not problems
 
 
@@ -113,9 +106,8 @@ def flat(value):
 
 @pytest.mark.slow
 def test_the_stills_show_what_the_page_shows():
-    need(None if shutil.which("chromium") else "not installed: chromium")
-    stills = pytest.importorskip("tools.book.stills")
-    with stills.browser() as page:
+    need_browser()
+    with stills.browser(**stills.SIZE) as page:
         for language, folder in stills.LANGUAGES.items():
             for name in stills.STILLS:
                 kept = Image.open(folder / f"{name}.png").text["Shows"]

@@ -1,16 +1,16 @@
 """The site: make site builds it in both languages, and a browser opens it from disk."""
 
-import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from urllib.parse import quote
 
 import pytest
-from needs import need
+from needs import need_browser
 from processes import ROOT
+
+from tools.book.stills import browser
 
 PAGES = [
     "README",
@@ -33,12 +33,7 @@ SEARCHES = [  # folder, query, a page that it must find
 
 @pytest.mark.slow
 def test_the_site_is_built_and_shown_and_searched_in_both_languages(tmp_path):
-    absent = [name for name in ("sphinx", "playwright") if importlib.util.find_spec(name) is None]
-    need(f"not installed: {', '.join(absent)} (make .venv/ready-site)" if absent else None)
-    chromium = shutil.which("chromium")
-    need(None if chromium else "not installed: chromium (apt-get install chromium)")
-    from playwright.sync_api import sync_playwright
-
+    need_browser()
     env = os.environ | {"VIRTUAL_ENV": sys.prefix}
     command = ["make", "site", f"SITE={tmp_path}"]
     end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -50,9 +45,7 @@ def test_the_site_is_built_and_shown_and_searched_in_both_languages(tmp_path):
         for address in re.findall(r'nav-link" href="([^"]+)" lang="', path.read_text())
         if not (path.parent / address).is_file()
     ]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page()
+    with browser() as page:
         page.on(
             "console",
             lambda message: message.type in ("error", "warning") and problems.append(message.text),

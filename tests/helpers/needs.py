@@ -1,6 +1,8 @@
 """What a test needs, and how it is skipped where that is missing."""
 
+import importlib.util
 import os
+import shutil
 
 import pytest
 import torch
@@ -15,3 +17,10 @@ def need(missing):
         pytest.fail(missing)
     if missing:
         pytest.skip(missing)
+
+
+def need_browser():
+    absent = [name for name in ("playwright", "sphinx") if importlib.util.find_spec(name) is None]
+    need(f"not installed: {', '.join(absent)} (make .venv/ready-site)" if absent else None)
+    chromium = shutil.which("chromium")
+    need(None if chromium else "not installed: chromium (apt-get install chromium)")

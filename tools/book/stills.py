@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 from PIL import Image, PngImagePlugin
-from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
 STILLS = {"step": "step/ddp/8", "ring": "ring/ring/20", "fsdp": "fsdp/fsdp/11"}
 LANGUAGES = {"en": ROOT / "docs/figures", "zh": ROOT / "docs/figures/zh"}
+SIZE = {"viewport": {"width": 1000, "height": 800}, "device_scale_factor": 1.5}
 # Without what a picture cannot do, and without times, which differ in each recording.
 STYLE = """
 header, h1, h2, #intro, #about, #scenes, #switches, #controls, #run, #fit, #scale { display: none }
@@ -28,14 +28,16 @@ header, h1, h2, #intro, #about, #scenes, #switches, #controls, #run, #fit, #scal
 
 
 @contextlib.contextmanager
-def browser():
-    """Yield a page of Chromium that is as wide as a still."""
+def browser(**options):
+    """Yield an empty page of Chromium. The options are those of playwright's new_page()."""
+    from playwright.sync_api import sync_playwright  # only in the environment that builds the site
+
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("stills.py: error: found no chromium: apt-get install chromium")
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield running.new_page(viewport={"width": 1000, "height": 800}, device_scale_factor=1.5)
+        yield running.new_page(**options)
         running.close()
 
 
@@ -48,7 +50,7 @@ def show(page, name, language):
 
 
 def main():
-    with browser() as page:
+    with browser(**SIZE) as page:
         for language, folder in LANGUAGES.items():
             for name in STILLS:
                 text = show(page, name, language)

@@ -9,6 +9,7 @@ The images are numbered, so that a frame can say which ones a rank has. The rank
 step: steps this short would have a vote only now and then, depending on the clock.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -58,8 +59,12 @@ def record(scene):
                 process.kill()
                 process.wait()
         if codes != [-signal.SIGKILL, 0]:
-            raise RuntimeError(f"exit codes {codes}\n" + read(Path(folder), ".log"))
-        events = [json_lines(file) for file in Path(folder).glob("*.jsonl")]
+            logs = "\n".join(file.read_text() for file in Path(folder).glob("*.log"))
+            raise RuntimeError(f"exit codes {codes}\n{logs}")
+        events = [
+            [json.loads(line) for line in file.read_text().splitlines()]
+            for file in Path(folder).glob("*.jsonl")
+        ]
     begin = min(found[0]["ms"] for found in events)  # of 06: torchrun itself starts for seconds
     for event in (event for found in events for event in found):
         event["ms"] -= begin
@@ -74,7 +79,6 @@ def start(folder, machine, scene, port):
     variables = {
         "SCENE": json.dumps(scene),
         "SCENE_FILE": str(folder / f"{machine}.jsonl"),
-        "SCENE_START": str(time.time()),
         "OMP_NUM_THREADS": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
@@ -84,12 +88,13 @@ def start(folder, machine, scene, port):
         )
 
 
-def read(folder, ending):
-    return "\n".join(file.read_text() for file in sorted(folder.glob(f"*{ending}")))
-
-
-def json_lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def values_at(frame, watch):
+    """Return what the expressions of a scene are worth in a Python frame: {label: value}."""
+    found = {}
+    for label, expression in watch.items():
+        with contextlib.suppress(NameError, AttributeError, IndexError):  # it is not there yet
+            found[label] = eval(expression, frame.f_globals, frame.f_locals)
+    return found
 
 
 class Witness:
@@ -125,17 +130,15 @@ class Witness:
         return self.follow
 
     def at_line(self, frame, text):
-        for where, name in self.scene["stops"].items():
-            if where not in text:
-                continue
-            if not name or os.environ["WORLD_SIZE"] == "1":  # alone, it waits for nobody
-                self.write(frame, "line")
-                break
+        stops = [name for where, name in self.scene["stops"].items() if where in text]
+        if any(stops) and os.environ["WORLD_SIZE"] != "1":  # alone, it waits for nobody
+            name = stops[0]
             self.calls[name] = self.calls.get(name, 0) + 1
             key = [name, int(self.is_restart), self.calls[name]]
             self.waits = {"line": frame.f_lineno, "keys": [key]}
             self.write(frame, "wait", keys=[key])
-            break
+        elif stops:
+            self.write(frame, "line")
         dies = self.scene["dies"]
         here = dies["line"] in text and frame.f_locals.get("step") == dies["step"]
         if here and self.rank == dies["rank"] and not self.is_restart:
@@ -151,21 +154,11 @@ class Witness:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def write(self, frame, kind, **more):
-        ms = round(1000 * (time.time() - float(os.environ["SCENE_START"])))
-        event = {"kind": kind, "rank": self.rank, "ms": ms, "values": {}}
+        event = {"kind": kind, "rank": self.rank, "ms": round(1000 * time.time()), "values": {}}
         if frame:
-            event |= {"line": frame.f_lineno, "values": self.values(frame)}
+            event |= {"line": frame.f_lineno, "values": values_at(frame, self.scene["watch"])}
         with open(os.environ["SCENE_FILE"], "a") as file:
             file.write(json.dumps(event | more) + "\n")
-
-    def values(self, frame):
-        found = {}
-        for label, expression in self.scene["watch"].items():
-            try:
-                found[label] = eval(expression, frame.f_globals, frame.f_locals)
-            except (NameError, AttributeError):
-                continue
-        return found
 
 
 def number_images():
