@@ -32,12 +32,16 @@ class Votes:
     def __init__(self, group):
         self.group = group
         self.seconds = time_vote(group)
-        self.every = 1  # a vote in every k-th step
-        self.steps_left = 0  # until the next vote
         self.stop = False  # what this rank wishes
         self.save = False
         self.ballot = None  # of the vote that travels: stop, save, seconds per step
         self.work = None  # the all_reduce of that vote
+        self.restart()
+
+    def restart(self):
+        """Measure anew how long a step takes: a step of an evaluation is shorter than others."""
+        self.every = 1  # a vote in every k-th step
+        self.steps_left = 0  # until the next vote
         self.cast_at = None  # when this rank cast its last vote
 
     def cast(self, stop, save=False):

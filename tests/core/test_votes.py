@@ -70,3 +70,18 @@ def test_a_vote_costs_a_hundredth_of_a_step(votes, monkeypatch, vote, step, ever
         assert votes.count() == (False, False)
         now[0] += step
     assert votes.every == every
+
+
+def test_a_wish_after_an_evaluation_is_heard_at_once(votes, monkeypatch):
+    """Its steps are short, so votes are seldom. 12 steps of training may take a minute."""
+    now = [0.0]
+    monkeypatch.setattr(votes_module.time, "perf_counter", lambda: now[0])
+    votes.seconds = 0.004
+    for _ in range(20):
+        votes.cast(False)
+        votes.count()
+        now[0] += 0.032
+    assert votes.every == 13
+    votes.restart()
+    votes.cast(stop=True)
+    assert votes.count() == (True, False)
