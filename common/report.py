@@ -147,8 +147,11 @@ class Report:
     def summary(self):
         """Print the last line of a run."""
         seconds = time.perf_counter() - self.started
+        result = "nothing left to train"  # in a training that was complete before
+        if self.test_acc is not None:
+            result = f"test accuracy {self.test_acc:.2f}%"
         self.print(
-            f"done: test accuracy {self.test_acc:.2f}% after {self.args.epochs} epochs | "
+            f"done: {result} after {self.args.epochs} epochs | "
             f"{seconds:.0f} s | {memory_used(self.device)}"
         )
 

@@ -106,16 +106,24 @@ def load_newest(args, model, optimizer, scheduler):
         int, the number of epochs that are done; 0 if there is no checkpoint.
 
     Raises:
-        UserError: the checkpoint is of another model, or no epoch is left.
+        UserError: the checkpoint is of another model, no epoch is left and no weights are to be
+            saved, or the ranks see different folders.
     """
-    epoch = newest_epoch(args.checkpoints_path)
+    epochs = [None] * dist.get_world_size()
+    dist.all_gather_object(epochs, newest_epoch(args.checkpoints_path))
+    epoch = epochs[0]
+    if len(set(epochs)) > 1:
+        raise UserError(
+            f"--checkpoints-path {args.checkpoints_path}: the newest epoch of each rank is "
+            f"{epochs}: expected the same; name a folder that all machines share"
+        )
     if not epoch:
         return 0
     folder = os.path.join(args.checkpoints_path, f"epoch-{epoch}")
-    if epoch >= args.epochs:
+    if epoch > args.epochs or (epoch == args.epochs and not args.save):
         raise UserError(
-            f"{folder}: all {args.epochs} epochs are done; "
-            f"give --epochs {epoch + 1} or more, or another --checkpoints-path"
+            f"{folder}: all {args.epochs} epochs are done; give --epochs {epoch + 1} or more, "
+            f"another --checkpoints-path, or --epochs {epoch} --save FILE for the weights"
         )
     state = _state(model, optimizer, scheduler)
     try:

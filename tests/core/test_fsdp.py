@@ -281,11 +281,33 @@ def test_only_a_complete_epoch_counts(tmp_path):
     assert sharded.newest_epoch(tmp_path) == 10
 
 
+def test_a_complete_training_still_saves_its_weights(run, killed, folder, tmp_path):
+    """It may have been killed before it did."""
+    given = ["--dataset", "folder", "--data-dir", folder, "--checkpoints-path", killed]
+    end = run("07_fsdp.py", *given, *SMALL_NET, "--epochs", 1, "--save", tmp_path / "weights.pt")
+    assert end.code == 0 and "done: nothing left to train after 1 epochs" in end.out, end.err
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert weights.keys() == SmallNet(3, 2).state_dict().keys()
+
+
+def see_no_checkpoint_on_rank_1(rank):
+    if rank == 1:
+        sharded.newest_epoch = lambda folder: 0
+
+
+def test_ranks_that_see_different_checkpoints_do_not_train(killed, folder, tmp_path):
+    given = [*SMALL_NET, "--checkpoints-path", killed]
+    ranks = start(tmp_path, folder, 2, *given, prepare=see_no_checkpoint_on_rank_1)
+    assert ranks.wait() == [2, 2], ranks.output()
+    message = "the newest epoch of each rank is [1, 0]: expected the same; name a folder that all"
+    assert message in ranks.output()
+
+
 # Mistakes
 
 # What the error says, and the flags.
 MISTAKES = {
-    "epoch-1: all 1 epochs are done; give --epochs 2 or more, or another": ["--epochs", 1],
+    "epoch-1: all 1 epochs are done; give --epochs 2 or more, another": ["--epochs", 1],
     "does not fit --arch mnist_net (Missing key in checkpoint ": ["--arch", "mnist_net"],
     "--shard-size 2 of 1 ranks: expected a number that divides the number": ["--shard-size", 2],
     # torch 2.14 fails in the first training step: expected scalar type BFloat16
