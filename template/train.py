@@ -191,16 +191,27 @@ class Run:
     def save(self):
         state = {name: part.state_dict() for name, part in self.parts.items()}
         state |= {"epoch": self.epoch, "step": self.step, "best": self.best}
+        state["batch_size"] = self.args.batch_size
         self.write("last.pt", state | {"totals": sum_over_ranks(self.totals)})
         self.save_at = time.monotonic() + 60 * self.args.save_every
 
     def load(self):
         """Continue from last.pt, if --resume asks for it and the file exists."""
         path = os.path.join(self.args.checkpoints, "last.pt")
-        if self.args.resume and os.path.exists(path):
+        exists = self.args.resume and os.path.exists(path)
+        seen, missed = self.vote(exists, not exists)
+        if seen and missed:
+            sys.exit(
+                f"{path} is on some machines only: name a folder of --checkpoints that all share"
+            )
+        if exists:
             state = torch.load(path, map_location="cpu", weights_only=True)
+            size = state.get("batch_size", self.args.batch_size)
+            if state["step"] and size != self.args.batch_size:  # a step would have other examples
+                sys.exit(f"{path} is of an epoch with --batch-size {size}: finish it with this one")
             for name, part in self.parts.items():
-                part.load_state_dict(state[name])
+                if state[name]:  # that of the scaler is empty unless it was saved with fp16
+                    part.load_state_dict(state[name])
             self.epoch = state["epoch"]
             self.step = state["step"]
             self.best = state["best"]

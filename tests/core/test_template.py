@@ -399,6 +399,34 @@ def test_it_saves_after_so_many_minutes(template, train_here, monkeypatch, tmp_p
     assert saved == [(0, 4), (0, 8), (1, 0)]
 
 
+def test_an_epoch_is_resumed_with_its_batch_size_and_may_change_to_fp16(
+    template, train_here, tmp_path
+):
+    template.signals.append(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="75"):
+        train_here(*SHORT, tmp_path)
+    template.signals.clear()
+    with pytest.raises(SystemExit, match="with --batch-size 1000: finish it with this one"):
+        train_here(*SHORT, tmp_path, "--resume", "--batch-size", 500)
+    train_here(*SHORT, tmp_path, "--resume", "--amp", "fp16")
+    assert torch.load(tmp_path / "last.pt")["epoch"] == 1
+
+
+def work_apart(folder, rank):
+    work_in(folder, rank)
+    if rank == 1:
+        os.mkdir("other")
+        os.chdir("other")
+
+
+def test_processes_that_do_not_share_a_folder_do_not_resume(project):
+    (project / "checkpoints").mkdir()
+    (project / "checkpoints/last.pt").touch()
+    codes, lines = fork(project, 2, *FLAGS, "--resume", prepare=work_apart)
+    message = "checkpoints/last.pt is on some machines only: name a folder of --"
+    assert codes == [1, 1] and all(line.startswith(message) for line in lines) and lines
+
+
 def test_without_a_test_set_it_trains_and_validates(
     template, train_here, monkeypatch, tmp_path, capsys
 ):
