@@ -34,7 +34,8 @@ def main(args):
 
     # 2. define dataloader
     train_sampler = RandomSampler(train_set, generator=torch.Generator().manual_seed(args.seed))
-    train_loader = build_loader(train_set, args, train_sampler, train=True)
+    pieces = max(1, len(model.device_ids))
+    train_loader = build_loader(train_set, args, train_sampler, train=True, pieces=pieces)
     test_loader = build_loader(test_set, args)
     augment, normalize = build_transforms(train_set, args, device)
 
