@@ -8,6 +8,7 @@ from common.errors import UserError
 from common.images import (
     MEAN,
     STD,
+    Paths,
     check_classes,
     find_splits,
     list_images,
@@ -74,7 +75,7 @@ def load_folder(args):
     test = Photographs(test_root, random_crops=False)
     check_classes(train, test)
     chosen = choose(len(train), args.limit)
-    train.paths = [train.paths[k] for k in chosen]
+    train.paths = Paths(train.paths[k] for k in chosen)
     train.targets = train.targets[chosen]
 
     small_train = load_small(train)

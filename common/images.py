@@ -4,6 +4,7 @@ import os
 import shlex
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
@@ -17,6 +18,23 @@ from common.errors import UserError, one_line
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
 SPLITTER = Path(__file__).resolve().parent.parent / "tools/prepare_imagenet.py"
+
+
+class Paths:
+    """The names of N files in one block of memory, each given as a str.
+
+    A list would grow in each worker of a loader: to read a str changes its count of references, so
+    that a forked process copies the page of memory in which it lies.
+    """
+
+    def __init__(self, paths):
+        self.names = np.array([os.fsencode(path) for path in paths])
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, k):
+        return os.fsdecode(self.names[k])
 
 
 def find_splits(root):
@@ -55,7 +73,7 @@ def list_images(root):
     """Return the image files of a folder with one folder per class.
 
     Returns:
-        (paths, targets, classes): list of N str, int64 (N,), and the names of the classes.
+        (paths, targets, classes): N Paths, int64 (N,), and the names of the classes.
 
     Raises:
         UserError: there are no classes, or one of them is empty.
@@ -71,7 +89,7 @@ def list_images(root):
         raise UserError(
             f"{empty} has no images (.jpg, .png, ...): put some there or delete the folder"
         )
-    return [path for path, _ in folder.samples], targets, folder.classes
+    return Paths(path for path, _ in folder.samples), targets, folder.classes
 
 
 def check_classes(train, test):
