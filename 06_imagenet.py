@@ -50,7 +50,7 @@ from imagenet.sampler import GlobalBatchSampler, micro_batches
 from imagenet.votes import Stopped, Votes
 from imagenet.weights import load_into
 
-SLOW_START = datetime.timedelta(minutes=30)  # to list the images, or to download weights
+SLOW_START = datetime.timedelta(minutes=30)  # to list images, read a checkpoint, download weights
 
 
 @cleaned_up()
@@ -63,11 +63,12 @@ def main(args):
     d = setup_distributed(timeout=timeout)
     check_launch(args, d)
     cpu_group = dist.new_group(backend="gloo", timeout=timeout)  # for votes and checkpoints
+    slow_group = dist.new_group(backend="gloo", timeout=SLOW_START)
     train_set, val_set = build_datasets(args)
-    dist.monitored_barrier(cpu_group, SLOW_START)  # a slow disk lists its files for minutes
+    dist.monitored_barrier(slow_group)  # a slow disk lists its files for minutes
     patience = args.timeout / 2  # for a slow disk: the other ranks wait too
     checkpoints = Checkpoints(args.checkpoints_path, d, cpu_group, args.keep, patience)
-    state, path = checkpoints.load() if args.resume else (None, None)
+    state, path = checkpoints.load(slow_group) if args.resume else (None, None)
     check_same_run(args, d, checkpoints, len(train_set), state, path)
     accumulate, micro_batch_size = micro_batches(args, d.world_size, state)
 
@@ -75,7 +76,7 @@ def main(args):
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = build_model(args, train_set).to(d.device)
     if args.weights and not state:
-        start_from(model, args, len(train_set.classes), d, cpu_group, SLOW_START)
+        start_from(model, args, len(train_set.classes), d, slow_group)
     freeze(model, args.freeze)
     if args.sync_bn and d.world_size > 1:
         model = convert_sync_batchnorm(model)
@@ -127,7 +128,7 @@ def main(args):
             progress.show_epoch(evaluation)
             if evaluation and (run.best is None or evaluation.top1 > run.best):
                 run.best = evaluation.top1
-                checkpoints.save(run.state_dict(), BEST)
+                checkpoints.save(run.state_dict(), BEST, wait=True)
     except Stopped as error:
         stopped = f"stopped by a signal {error}"
 
@@ -152,6 +153,7 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
     if first_step == 0:
         run.totals.zero_()
     train_mode(run.model, args.freeze)
+    votes.restart()
     run.sampler.set_epoch(epoch, first_step)
     batches = progress.timed(loader, epoch, first_step, run.totals)
     for step in range(first_step, run.steps_per_epoch):
@@ -187,12 +189,13 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
         run.steps_done += 1
 
         stop, save = votes.count()
-        save |= step + 1 == run.steps_per_epoch or save_timer.planned(run.steps_done)
+        save |= save_timer.planned(run.steps_done)
+        last = stop or step + 1 == run.steps_per_epoch
         if progress.due(step):
             progress.show_step(step, sum_over_ranks(run.totals), lr)
             loader.report_damaged()
-        if stop or save:
-            checkpoints.save(run.state_dict(), last=stop)
+        if save or last:
+            checkpoints.save(run.state_dict(), wait=last)
         if stop:
             raise Stopped(f"after step {run.steps_done}: saved, and --resume continues")
 
@@ -210,6 +213,7 @@ def evaluate(run, loader, votes):
     run.share_buffers()
     model = run.ema.module if run.ema else run.model
     model.eval()
+    votes.restart()
     totals = torch.zeros(4, device=run.d.device)
     for images, targets in loader:
         votes.cast(stop=signals.stop.signal)

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import socket
+import tempfile
 import time
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ class Checkpoints:
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
         self.pending = None  # the save that is being written, as (name, future)
 
-    def save(self, state, name=None, last=False):
+    def save(self, state, name=None, wait=False):
         """Copy a state, and write the copy while training continues.
 
         A save that fails, or is skipped because the disk is too slow, is reported as a warning.
@@ -98,18 +99,18 @@ class Checkpoints:
         Args:
             state: dict with "step", int, and tensors on any device.
             name: BEST, or None for one of the newest.
-            last: wait for the save before it, however long that takes, because no other save will
-                follow.
+            wait: wait for the save before it, however long that takes, so that this one is not
+                skipped.
         """
-        if last:
-            self._wait_for_all()
+        failures = self._wait_for_all() if wait else []
         if not self.writes:
             return
         name = name or f"step-{state['step']:08}.pt"
         ended, failure = self._end_pending()
-        if failure:
+        if failure or (failures and self.rank == 0):
             log.warning(
-                "%s; training continues, and the checkpoints before it are complete", failure
+                "%s; training continues, and the checkpoints before it are complete",
+                failure or failures[0],
             )
         if not ended:  # never two at a time, which would fill the memory
             log.warning("still saving %s: %s is skipped", self.pending[0], name)
@@ -133,8 +134,12 @@ class Checkpoints:
                 "free some space, then --resume"
             )
 
-    def load(self):
+    def load(self, group=None):
         """Return the newest undamaged state of any machine, on the CPU, and its path.
+
+        Args:
+            group: a gloo process group of all ranks, whose timeout is long enough to read and send
+                a large file. None: the group of the others.
 
         Returns:
             (state, path), or (None, None) if there is no checkpoint.
@@ -143,7 +148,8 @@ class Checkpoints:
             UserError: there are checkpoints, and all are damaged.
         """
         body, found = self._find_newest() if self.reads else (None, Found(-1, None, []))
-        everyone = self._gather(found)
+        group = group or self.group
+        everyone = gather(found, group)
         # the lowest rank, if several have the same step
         source = max(range(len(everyone)), key=lambda rank: everyone[rank].step)
         newest = everyone[source]
@@ -162,11 +168,11 @@ class Checkpoints:
         if self.rank == 0:
             for line in damage:
                 log.warning("%s; using %s", line, newest.path)
-        return decode(self._broadcast(body, source)), newest.path
+        return decode(broadcast(body, source, group)), newest.path
 
     def exist(self):
         """Return whether any machine has a checkpoint, damaged or not."""
-        return any(self._gather(self.reads and bool(self._newest_first())))
+        return any(gather(self.reads and bool(self._newest_first()), self.group))
 
     # Each process by itself
 
@@ -190,6 +196,7 @@ class Checkpoints:
         return None, Found(-1, None, damage)
 
     def _write(self, name, state, step):
+        self._remove_leftovers()
         write_file(self._path(name), state)
         if name == BEST:
             return
@@ -198,6 +205,15 @@ class Checkpoints:
         for path in older[self.keep - 1 :]:
             with contextlib.suppress(OSError):
                 os.remove(path)
+
+    def _remove_leftovers(self):
+        """Remove what killed processes have left: hidden files that nobody writes any more."""
+        for name in os.listdir(self.folder):
+            if re.match(r"\.(seen-by-|(step-\d+|best)\.pt\..*\.tmp$)", name):
+                with contextlib.suppress(OSError):
+                    path = self._path(name)
+                    if time.time() - os.path.getmtime(path) > 3600:
+                        os.remove(path)
 
     def _end_pending(self):
         """Wait for the save that is being written, if any.
@@ -225,10 +241,10 @@ class Checkpoints:
         Rank 0 writes, and so does the first process of each machine that does not see its folder.
         """
         marker, problem = self._prepare_folder() if local_rank == 0 else (None, None)
-        results = self._gather((marker, problem))
+        results = gather((marker, problem), self.group)
         marker_of_rank_0 = results[0][0]
         sees_it = marker_of_rank_0 is not None and os.path.exists(self._path(marker_of_rank_0))
-        self._gather(None)  # wait until every process has looked
+        gather(None, self.group)  # wait until every process has looked
         if marker is not None:
             with contextlib.suppress(OSError):
                 os.remove(self._path(marker))
@@ -244,21 +260,17 @@ class Checkpoints:
             (marker, problem): the name of the file, or None, and why it could not be made, or None.
         """
         host = socket.gethostname()
-        marker = f".seen-by-{host}-{os.getpid()}"
         try:
             os.makedirs(self.folder, exist_ok=True)
-            for name in os.listdir(self.folder):
-                if name.endswith(".tmp"):  # left by a killed process
-                    with contextlib.suppress(FileNotFoundError):
-                        os.remove(self._path(name))
-            with open(self._path(marker), "x"):
-                pass
+            # Another name each time: in containers, a killed process had this host and this pid.
+            descriptor, marker = tempfile.mkstemp(prefix=f".seen-by-{host}-", dir=self.folder)
+            os.close(descriptor)
         except OSError as error:
             return None, (
                 f"cannot write to --checkpoints-path {self.folder} on {host}: {error.strerror}; "
                 "name a folder of yours"
             )
-        return marker, None
+        return os.path.basename(marker), None
 
     def _wait_for_all(self):
         """Wait until no rank is writing.
@@ -271,25 +283,32 @@ class Checkpoints:
         failures = []
         all_ended = False
         while not all_ended:
-            results = self._gather(self._end_pending())
+            ended, failure = self._end_pending()
+            if not ended:
+                log.warning("still saving %s: waiting for it", self.pending[0])
+            results = gather((ended, failure), self.group)
             failures += [failure for _, failure in results if failure]
             all_ended = all(ended for ended, _ in results)
         return failures
 
-    def _gather(self, item):
-        items = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(items, item, group=self.group)
-        return items
 
-    def _broadcast(self, body, source):
-        """Send the bytes of one rank to all ranks."""
-        length = torch.tensor([len(body) if self.rank == source else 0])
-        dist.broadcast(length, source, group=self.group)
-        buffer = torch.empty(int(length), dtype=torch.uint8)
-        if self.rank == source:
-            buffer = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        dist.broadcast(buffer, source, group=self.group)
-        return buffer.numpy().tobytes()
+def gather(item, group):
+    """Return what each rank of a group gives, as a list."""
+    items = [None] * dist.get_world_size(group)
+    dist.all_gather_object(items, item, group=group)
+    return items
+
+
+def broadcast(body, source, group):
+    """Send the bytes of one rank to all ranks."""
+    is_source = dist.get_rank() == source
+    length = torch.tensor([len(body) if is_source else 0])
+    dist.broadcast(length, source, group=group)
+    buffer = torch.empty(int(length), dtype=torch.uint8)
+    if is_source:
+        buffer = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    dist.broadcast(buffer, source, group=group)
+    return buffer.numpy().tobytes()
 
 
 def step_of(path):

@@ -13,22 +13,22 @@ from imagenet.weights import load_into, load_weights
 TORCHVISION = "torchvision:"
 
 
-def start_from(model, args, num_classes, d, group, timeout):
+def start_from(model, args, num_classes, d, group):
     """Load the weights of --weights into a model, on every rank.
 
     Args:
         args: reads weights, new_head and arch.
         num_classes: int, the outputs of the head.
         d: Distributed.
-        group: a gloo process group of all ranks.
-        timeout: datetime.timedelta, for the download by the first rank of each machine.
+        group: a gloo process group of all ranks, whose timeout is long enough for the download by
+            the first rank of each machine.
 
     Raises:
         UserError: there are no such weights, or they do not fit.
     """
     if args.weights.startswith(TORCHVISION):
         weights = download(args.weights, args.arch) if d.local_rank == 0 else None
-        dist.monitored_barrier(group, timeout)
+        dist.monitored_barrier(group)
         weights = weights or download(args.weights, args.arch)  # the file is on this machine now
     else:
         weights = load_weights(args.weights)

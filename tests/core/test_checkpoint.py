@@ -175,9 +175,9 @@ def test_a_slow_disk_costs_a_checkpoint_and_not_the_run(open_checkpoints, go_on,
         checkpoints.save(state(step))
     assert "still saving step-00000001.pt: step-00000002.pt is skipped" in caplog.text
     threading.Timer(0.5, go_on.set).start()
-    checkpoints.save(state(3), last=True)
+    checkpoints.save(state(3), BEST, wait=True)  # which training would not save again
     checkpoints.finish()
-    assert names(checkpoints.folder) == ["step-00000001.pt", "step-00000003.pt"]
+    assert names(checkpoints.folder) == [BEST, "step-00000001.pt"]
 
 
 def write_for_ever(folder):
@@ -200,9 +200,17 @@ def test_a_process_killed_while_it_writes_leaves_whole_files(open_checkpoints, t
         process.join()
         for path in folder.glob("step-*"):
             decode(read_file(path))
-    loaded, _ = open_checkpoints(folder).load()
+    checkpoints = open_checkpoints(folder)
+    loaded, _ = checkpoints.load()
     assert loaded["model"]["weight"].eq(loaded["step"]).all()
-    assert not list(folder.glob(".*")), "what a killed process has left is cleared away"
+    left, *_ = folder.glob(".*.tmp")
+    (folder / "mine.tmp").touch()
+    os.utime(folder / "mine.tmp", (0, 0))
+    saved(checkpoints, 10**6)
+    assert left.exists(), "it could be of a training that is writing it"
+    os.utime(left, (0, 0))
+    saved(open_checkpoints(folder), 10**6 + 1)
+    assert not left.exists() and (folder / "mine.tmp").exists()
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Fine-tuning in 06: other classes, frozen parts, weights of torchvision."""
 
-import datetime
 import urllib.error
 from types import SimpleNamespace
 
@@ -89,14 +88,12 @@ def test_weights_of_torchvision_are_downloaded_by_one_rank(monkeypatch):
         return model_of("resnet18", 1000).state_dict()
 
     monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", get_state_dict)
-    monkeypatch.setattr(
-        finetune.dist, "monitored_barrier", lambda group, timeout: calls.append("barrier")
-    )
+    monkeypatch.setattr(finetune.dist, "monitored_barrier", lambda group: calls.append("barrier"))
     args = SimpleNamespace(weights="torchvision:DEFAULT", arch="resnet18", new_head=True)
     for local_rank in (0, 1):
         calls.clear()
         d = SimpleNamespace(local_rank=local_rank, is_main=False)
-        finetune.start_from(model_of("resnet18", 4), args, 4, d, None, datetime.timedelta(1))
+        finetune.start_from(model_of("resnet18", 4), args, 4, d, None)
         once = ("IMAGENET1K_V1", {"progress": False, "check_hash": True})
         assert calls == ([once, "barrier"] if local_rank == 0 else ["barrier", once])
 

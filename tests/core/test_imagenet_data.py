@@ -120,7 +120,7 @@ def test_a_damaged_image_is_replaced_in_training_alone(damaged_folder):
     root = damaged_folder / "train"
     train_set = Images(root, 32, seed=0)
     val_set = Images(root, 32)
-    index = train_set.paths.index(str(root / "cat/007.jpg"))
+    index = list(train_set.paths).index(str(root / "cat/007.jpg"))
     cut_off(root / "cat/059.jpg")  # the last of its class
     images, targets, damaged = train_set.__getitems__([(0, index), (0, 59), (0, 3)])
     assert targets.tolist() == [0, 1, 0] and damaged.tolist() == [index, 59]
@@ -130,17 +130,21 @@ def test_a_damaged_image_is_replaced_in_training_alone(damaged_folder):
 
 
 def wait_for_slow_disks(rank):
-    """Rank 1 lists its files slowly, and rank 0 writes slowly."""
+    """Rank 0 lists its files slowly, writes slowly and reads slowly."""
 
     def write(*given, original=checkpoint.write_file):
         time.sleep(6)
         original(*given)
 
     def build(args, original=datasets.build_datasets):
-        time.sleep(6 * rank)
+        time.sleep(0 if rank else 6)  # the others wait for it longer than a barrier's timeout
         return original(args)
 
-    checkpoint.write_file, datasets.build_datasets = write, build
+    def read(path, original=checkpoint.read_file):
+        time.sleep(6)
+        return original(path)
+
+    checkpoint.write_file, checkpoint.read_file, datasets.build_datasets = write, read, build
 
 
 def test_a_slow_disk_is_waited_for_longer_than_the_timeout(train, one_each, tmp_path):
@@ -148,3 +152,6 @@ def test_a_slow_disk_is_waited_for_longer_than_the_timeout(train, one_each, tmp_
     ranks = train("run", 2, *options, prepare=wait_for_slow_disks)
     assert ranks.wait() == [0, 0], ranks.output()
     assert final(tmp_path / "run")["step"] == 2
+    again = train("run", 2, *options, "--resume", prepare=wait_for_slow_disks)
+    assert again.wait() == [0, 0], again.output()
+    assert "resumed from" in again.output()
