@@ -600,6 +600,7 @@ def connect(address, rank, job, connection):
         while not resolves(host):
             time.sleep(0.5)
         options = {"wait_for_workers": False, "timeout": datetime.timedelta(days=1)}
+        options["use_libuv"] = sys.platform != "win32"  # PyTorch for Windows lacks it
         store = dist.TCPStore(host, address.port, is_master=rank == 0, **options)
         if rank == 0:
             store.set("job", job)

@@ -142,7 +142,7 @@ def output_file(path):
             f"cannot write {path}: {error.strerror}; name a file you may write"
         ) from None
     if is_new:
-        with contextlib.suppress(FileNotFoundError):  # another rank tries the same file
+        with contextlib.suppress(OSError):  # another rank tries the same file
             os.remove(path)
     return path
 
