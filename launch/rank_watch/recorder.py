@@ -80,7 +80,7 @@ class Recorder:
         self.communicates = False  # a collective has called another one
         self.optimizers = {}  # an optimizer: its number
         self.sizes = {}  # of each optimizer: its parameters
-        self.step_depth = 0  # an optimizer may step another one
+        self.step_frame = None  # of the optimizer that steps: it may step another one
         self.steps = Counter()  # of each optimizer
         self.gradients = []
         self.wrapped = {}  # a module inside a DDP: the number of the DDP
@@ -172,9 +172,9 @@ class Recorder:
         self.used[parameter] += 1
 
     def before_step(self, optimizer, args, kwargs):
-        self.step_depth += 1
-        if self.step_depth > 1:  # ZeroRedundancyOptimizer steps another optimizer
+        if self.is_stepping():  # ZeroRedundancyOptimizer steps another optimizer
             return
+        self.step_frame = sys._getframe(1)
         self.root = None
         parameters = parameters_of(optimizer)
         self.gradients = fingerprints(parameter.grad for parameter in parameters)
@@ -190,9 +190,9 @@ class Recorder:
             )
 
     def after_step(self, optimizer, args, kwargs):
-        self.step_depth -= 1
-        if self.step_depth:
+        if sys._getframe(1) is not self.step_frame:
             return
+        self.step_frame = None
         self.steps[optimizer] += 1
         settings = [
             {name: number_of(group[name]) for name in SETTINGS if name in group}
@@ -211,6 +211,13 @@ class Recorder:
         if self.max_steps and self.steps[optimizer] >= self.max_steps:
             self.finish("steps", steps=self.steps[optimizer])
             exit_process(self.exit_code(0))
+
+    def is_stepping(self):
+        """Return whether an optimizer is in its step. One whose step raised an error is not."""
+        frame = sys._getframe(1)
+        while frame and frame is not self.step_frame:
+            frame = frame.f_back
+        return frame is not None
 
     def before_forward(self, module, args):
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
@@ -263,7 +270,7 @@ class Recorder:
             self.mark("forward")
 
     def backward(self, real, *args, **kwargs):
-        self.add("backward", in_step=self.step_depth > 0)
+        self.add("backward", in_step=self.is_stepping())
         return real(*args, **kwargs)
 
     def scale(self, real, scaler, *args, **kwargs):

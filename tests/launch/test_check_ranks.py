@@ -512,8 +512,32 @@ def test_the_line_of_the_script_is_named(check):
     ]
 
 
+FAILS_ONCE = """\
+class FailsOnce(torch.optim.SGD):
+    failed = False
+
+    def step(self):
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError
+        return super().step()
+
+
+optimizer = FailsOnce("""
+
+
 def test_the_run_ends_after_the_steps_that_are_asked_for(check, tmp_path):
-    codes, output = check(RIGHT, "--steps", "3")
+    text = script_with(
+        [
+            ("optimizer = torch.optim.SGD(", FAILS_ONCE),
+            (
+                "        optimizer.step()",
+                "        try:\n            optimizer.step()\n"
+                "        except RuntimeError:\n            continue",
+            ),
+        ]
+    )
+    codes, output = check(text, "--steps", "3")
     assert codes == [0, 0], output
     assert "ok: 3 training steps on 2 ranks: " in output
     assert "note: only one epoch of the loader at" in output
