@@ -195,7 +195,7 @@ class Recorder:
         self.step_frame = None
         self.steps[optimizer] += 1
         settings = [
-            {name: number_of(group[name]) for name in SETTINGS if name in group}
+            {name: group[name] for name in SETTINGS if name in group}
             for group in optimizer.param_groups
         ]
         self.mark("step")
@@ -449,7 +449,7 @@ class Recorder:
         self.listener.start()
 
     def send(self, events):
-        text = "".join(json.dumps(event) + "\n" for event in events)
+        text = "".join(json.dumps(event, default=as_plain) + "\n" for event in events)
         with self.sending:
             self.connection.sendall(text.encode())
 
@@ -734,10 +734,9 @@ def parameters_of(optimizer):
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def number_of(value):
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    return list(value) if isinstance(value, tuple) else value
+def as_plain(value):
+    """Return what JSON can hold of a value that it does not know, such as a number of numpy."""
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 def numbers_in(indices):

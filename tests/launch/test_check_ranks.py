@@ -338,6 +338,12 @@ TWINS = {
             "torch.Generator().manual_seed(0))\nsampler = D",
         ),
     ],
+    "a learning rate that is a number of numpy": [
+        (
+            "sampler = D",
+            "import numpy\noptimizer.param_groups[0]['lr'] = numpy.float32(0.1)\nsampler = D",
+        ),
+    ],
     "a loader in each epoch": [
         (
             "    ddp.train()",
