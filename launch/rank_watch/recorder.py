@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import gc
+import io
 import json
 import multiprocessing
 import os
@@ -137,6 +139,7 @@ class Recorder:
         result = real(*args, **kwargs)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self.world_size == 1:
+            flush_files()
             self.finish_alone()
             exit_process(self.exit_code(0))
         self.connect()
@@ -209,6 +212,7 @@ class Recorder:
         )
         self.flush()
         if self.max_steps and self.steps[optimizer] >= self.max_steps:
+            flush_files()
             self.finish("steps", steps=self.steps[optimizer])
             exit_process(self.exit_code(0))
 
@@ -477,6 +481,7 @@ class Recorder:
             print(text, file=sys.stderr)
         if self.verdict and self.verdict["now"]:  # this rank hangs, or will never be needed again
             self.write_error_file()
+            flush_files()
             exit_process(self.exit_code(0))
 
     # The end
@@ -583,9 +588,16 @@ def watch(function):
         recorder.finish("failed", error=one_line(error), line=own_line_of_error(error))
     code = recorder.exit_code(code)
     if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_files()
         exit_process(code)  # mp.spawn would print a traceback of this
+
+
+def flush_files():
+    """Write what the script has printed, or written to files that are open: os._exit() does not."""
+    for file in gc.get_objects():
+        if issubclass(type(file), io.TextIOWrapper | io.BufferedWriter) and not file.closed:
+            with contextlib.suppress(OSError, ValueError):
+                file.flush()
 
 
 def print_error(error):

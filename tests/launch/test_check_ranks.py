@@ -541,6 +541,8 @@ def test_the_run_ends_after_the_steps_that_are_asked_for(check, tmp_path):
                 "        try:\n            optimizer.step()\n"
                 "        except RuntimeError:\n            continue",
             ),
+            ("sampler = D", "log = open(f'log-{rank}.txt', 'w')\nsampler = D"),
+            ("        loss.backward()", "        log.write('trains\\n')\n        loss.backward()"),
         ]
     )
     codes, output = check(text, "--steps", "3")
@@ -549,6 +551,7 @@ def test_the_run_ends_after_the_steps_that_are_asked_for(check, tmp_path):
     assert "note: only one epoch of the loader at" in output
     assert "note: no evaluation was seen" in output
     assert not (tmp_path / "net.pt").exists()
+    assert (tmp_path / "log-0.txt").read_text() == 4 * "trains\n", "one step has failed"
 
 
 def test_short_epochs_show_an_evaluation_soon(check):
