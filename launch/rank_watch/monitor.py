@@ -4,6 +4,7 @@ Rank 0 starts this process: monitor.py LISTENER TOKEN WORLD_SIZE. It outlives a 
 aborts, so that what was seen is not lost.
 """
 
+import contextlib
 import json
 import selectors
 import signal
@@ -42,8 +43,9 @@ class Rank:
     def is_done(self):
         return self.closed or self.end() is not None
 
-    def has_failed(self):
-        return self.closed or (self.is_done() and self.end()["why"] == "failed")
+    def is_cut_short(self):
+        """Return whether the rank is done before the end of its script."""
+        return self.closed or (self.is_done() and self.end()["why"] != "end")
 
     def is_still(self):
         return self.still_since and time.monotonic() - self.still_since > STILL
@@ -141,7 +143,7 @@ class Monitor:
     def find_hang(self):
         """Return a sentence if the ranks wait for each other for ever, or None: not known yet.
 
-        The sentence is empty if they wait for a rank that has failed.
+        The sentence is empty if they wait for a rank that has failed, or made its last step.
         """
         answers = {}
         for number, rank in self.ranks.items():
@@ -157,7 +159,7 @@ class Monitor:
             missing = [self.ranks[number] for number in difference.missing]
             never = any(map(Rank.is_done, missing)) or all(map(Rank.is_still, missing))
             if difference.kind == "differs" or (difference.kind == "missing" and never):
-                seen = "" if any(map(Rank.has_failed, missing)) else difference.text
+                seen = "" if any(map(Rank.is_cut_short, missing)) else difference.text
                 break
         repeated = seen is not None and seen == self.difference
         self.difference = seen
@@ -168,6 +170,11 @@ class Monitor:
     def finish(self, hang):
         """Print the findings, and tell all ranks to end."""
         runs = [Run(number, rank.events) for number, rank in sorted(self.ranks.items())]
+        for run in runs:
+            rank = self.ranks[run.rank]
+            if hang == "" and not rank.is_done():
+                at = rank.answer["at"] if rank.answer else "an unknown place"
+                run.end = {"why": "waits", "at": at}
         judgment = judge(runs)
         hang = hang or explain_failure(runs)
         found = [hang, *judgment.found] if hang else judgment.found
@@ -188,8 +195,16 @@ class Monitor:
         print("\n".join(lines), flush=True)
         code = int(bool(found))
         verdict = {"kind": "verdict", "code": code, "text": "\n".join(lines[1:])}
+        waiting = [rank for rank in self.ranks.values() if not rank.is_done()]
+        for rank in waiting:
+            rank.send(verdict | {"now": True})
+        for rank in waiting:  # before the others end, which would be an error in its collective
+            with contextlib.suppress(OSError):
+                while rank.connection.recv(1 << 20):
+                    pass
         for rank in self.ranks.values():
-            rank.send(verdict | {"now": not rank.is_done()})
+            if rank not in waiting:
+                rank.send(verdict | {"now": False})
 
 
 def where_it_ended(rank):
@@ -207,15 +222,18 @@ def where_it_ended(rank):
 def failures_of(runs, hang):
     """Return a line for each rank whose script failed, or whose process ended without a word."""
     lines = []
+    waiting = []
     for run in runs:
         if run.end and "StopIteration" in run.end.get("error", "") and run.is_cut:
             return ["the script counts its batches itself: expected a run without --epoch-steps"]
         steps = f"after {len(run.steps)} training steps"
         if run.end and run.end["why"] == "failed":
             lines.append(f"rank {run.rank} failed {steps}: {run.end['error']} ({run.end['line']})")
+        elif run.end and run.end["why"] == "waits":
+            waiting.append(f"rank {run.rank} waited for it {steps}, at {run.end['at']}")
         elif run.end is None and not hang:
             lines.append(f"rank {run.rank} was killed or has aborted {steps}")
-    return lines
+    return lines and lines + waiting
 
 
 if __name__ == "__main__":

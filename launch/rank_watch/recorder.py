@@ -584,7 +584,8 @@ def watch(function):
         recorder.finish("failed" if code else "end", error=f"exit code {code}", line=own_line())
     except BaseException as error:
         code = 1
-        print_error(error)
+        if not recorder.verdict:  # else the run is over, and other ranks have ended
+            print_error(error)
         recorder.finish("failed", error=one_line(error), line=own_line_of_error(error))
     code = recorder.exit_code(code)
     if code:

@@ -414,6 +414,12 @@ TWINS = {
             "        optimizer_other.step()",
         ),
     ],
+    "DistributedDataParallel.join(), and more steps on rank 0 than are watched": [
+        (
+            "    for x, y in loader:\n        loss",
+            "    with ddp.join():\n      for x, y in list(loader) * (3 - rank):\n        loss",
+        ),
+    ],
     "find_unused_parameters, which are there": [
         FIND_UNUSED,
         ("nn.Linear(8, 2))", "nn.Linear(8, 2))\nnet[0].extra = nn.Linear(1, 1)"),
@@ -605,6 +611,8 @@ def test_a_script_that_fails_shows_its_own_error(check):
         r"\nrank 1 failed after 8 training steps: ValueError: no disk \(\S+:29", output
     )
     assert codes[1] == 1 and "found: " not in output and "ok: " not in output
+    assert re.search(r"\nrank 0 waited for it after 8 training steps, at \S+:31", output)
+    assert "was killed" not in output
 
 
 def test_a_rank_that_is_killed_is_named(check):
