@@ -117,13 +117,21 @@ class Monitor:
             self.last_event = time.monotonic()
             return
         *lines, rank.text = (rank.text + data).split(b"\n")
+        if lines and rank.number is None and not self.knows(lines[0]):
+            self.selector.unregister(rank.connection)
+            rank.connection.close()
+            return
         for line in lines:
             self.read(rank, json.loads(line))
 
+    def knows(self, line):
+        """Return whether the first line of a connection is from a rank, not from a port scan."""
+        with contextlib.suppress(ValueError, AttributeError):
+            return json.loads(line).get("token") == self.token
+        return False
+
     def read(self, rank, event):
         if rank.number is None:
-            if event.get("token") != self.token:
-                raise SystemExit("check_ranks.py: a stranger connected to the monitor")
             rank.number = event["rank"]
             self.ranks[rank.number] = rank
             rank.send({"kind": "welcome"})

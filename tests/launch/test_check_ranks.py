@@ -714,8 +714,10 @@ def test_a_rank_that_never_connects_is_named(monkeypatch, capsys):
     hello = {"kind": "hello", "token": "a", "rank": 0, "host": "a"}
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as stranger,
         socket.create_connection(listener.getsockname()) as rank_0,
     ):
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         rank_0.sendall(json.dumps(hello).encode() + b"\n")
         monitor.Monitor(listener, "a", world_size=3).run()
     assert "found: ranks 1, 2 did not connect to rank 0" in capsys.readouterr().out
