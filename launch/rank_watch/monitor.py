@@ -20,7 +20,7 @@ from rank_watch.findings import explain_failure, judge
 from rank_watch.runs import Run
 
 SILENCE = 2  # seconds without a step of any rank, after which they are asked where they are
-STILL = 30  # seconds without any use of the CPU, after which a rank hangs, whatever it waits for
+STILL = 30  # seconds without any use of the CPU, after which a rank does not go on by itself
 ARRIVAL = 120  # seconds in which all ranks must connect
 
 
@@ -50,6 +50,10 @@ class Rank:
     def is_still(self):
         return self.still_since and time.monotonic() - self.still_since > STILL
 
+    def is_stuck(self):
+        """Return whether the rank waits in a collective of its own, and will not end it."""
+        return self.is_still() and any(not done for *_, done, _ in self.answer["calls"])
+
     def take(self, answer):
         """Note an answer to a question, and whether the rank has done anything since the last."""
         before = self.answer
@@ -77,6 +81,7 @@ class Monitor:
         self.last_event = time.monotonic()
         self.last_question = 0
         self.difference = None  # seen in the last answers: reported if the next ones repeat it
+        self.printed = set()  # during the run
 
     def run(self):
         """Collect events until all ranks are done, or hang."""
@@ -165,15 +170,23 @@ class Monitor:
         seen = None
         for difference in differences(answers):
             missing = [self.ranks[number] for number in difference.missing]
-            never = any(map(Rank.is_done, missing)) or all(map(Rank.is_still, missing))
+            never = any(map(Rank.is_done, missing)) or all(map(Rank.is_stuck, missing))
             if difference.kind == "differs" or (difference.kind == "missing" and never):
                 seen = "" if any(map(Rank.is_cut_short, missing)) else difference.text
                 break
+            if difference.kind == "missing" and all(map(Rank.is_still, missing)):
+                # It may wait for another process, which prepares the data.
+                self.print_once(f"note: no rank moves, for {STILL} seconds: {difference.text}")
         repeated = seen is not None and seen == self.difference
         self.difference = seen
         if not repeated:
             return None
         return seen and f"the ranks wait for each other for ever: {seen} (docs/hangs.md)"
+
+    def print_once(self, text):
+        if text not in self.printed:
+            print(text, flush=True)
+        self.printed.add(text)
 
     def finish(self, hang):
         """Print the findings, and tell all ranks to end."""

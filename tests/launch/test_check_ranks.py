@@ -721,3 +721,24 @@ def test_a_rank_that_never_connects_is_named(monkeypatch, capsys):
         rank_0.sendall(json.dumps(hello).encode() + b"\n")
         monitor.Monitor(listener, "a", world_size=3).run()
     assert "found: ranks 1, 2 did not connect to rank 0" in capsys.readouterr().out
+
+
+def test_a_rank_that_waits_for_another_process_is_no_hang(monkeypatch, capsys):
+    monkeypatch.setattr(monitor, "STILL", 0)
+    waits = {"at": "train.py:5", "calls": [["default_pg", 1, "barrier", [], False, "train.py:5"]]}
+    elsewhere = {"at": "train.py:4", "calls": [["rows", 1, "barrier", [], False, "train.py:4"]]}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        watcher = monitor.Monitor(listener, "a", world_size=2)
+        watcher.ranks = {rank: monitor.Rank(None) for rank in (0, 1)}
+
+        def find_hang(rank_0):
+            for rank, answer in enumerate((rank_0, waits)):
+                watcher.ranks[rank].take(answer | {"cpu": 1})
+            return [watcher.find_hang() for _ in range(2)]
+
+        assert find_hang({"at": "train.py:4", "calls": []}) == [None, None]
+        printed = capsys.readouterr().out
+        assert printed.count("note: no rank moves, for 0 seconds: rank 1 in call 1 of") == 1
+        assert "; rank 0 did not call it: rank 0 is at train.py:4\n" in printed
+        _, hang = find_hang(elsewhere)
+        assert hang.startswith("the ranks wait for each other for ever: rank 1 in call 1 of")
