@@ -134,7 +134,7 @@ class Recorder:
         sys.addaudithook(self.audit)
 
     def join(self, real, *args, **kwargs):
-        if self.connection or dist.is_initialized():
+        if self.connection or dist.is_initialized() or os.getpid() != self.pid:
             return real(*args, **kwargs)
         result = real(*args, **kwargs)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -211,7 +211,8 @@ class Recorder:
             line=own_line(),
         )
         self.flush()
-        if self.max_steps and self.steps[optimizer] >= self.max_steps:
+        last = self.max_steps and self.steps[optimizer] >= self.max_steps
+        if last and os.getpid() == self.pid:  # not in a fork, such as of mp.Process
             flush_files()
             self.finish("steps", steps=self.steps[optimizer])
             exit_process(self.exit_code(0))
@@ -497,7 +498,7 @@ class Recorder:
 
     def finish(self, why, **values):
         """Send what is left, and wait for the verdict. Once: later calls return at once."""
-        if not self.finishing.acquire(blocking=False):
+        if os.getpid() != self.pid or not self.finishing.acquire(blocking=False):
             return
         if self.connection is None:
             if why != "failed":

@@ -12,6 +12,7 @@ import pytest
 from processes import ROOT
 from ranks import Ranks
 
+from common.distributed import free_port
 from launch.rank_watch import monitor
 
 # A right script: 64 samples in 8 steps per epoch on two ranks, then an evaluation.
@@ -679,6 +680,33 @@ def test_one_process_is_not_enough(tmp_path):
     code, output = launched([*torchrun, CHECK, "train.py"], tmp_path)
     assert code == 1 and "check_ranks.py: one process, so there are no ranks to compare" in output
     assert "found: " not in output and "ok: " not in output
+    # The processes of mp.Process are not watched, and train to their end.
+    (tmp_path / "right.py").write_text(RIGHT)
+    (tmp_path / "train.py").write_text(FORKS.format(port=free_port()))
+    code, output = launched([sys.executable, CHECK, "--steps", "1", "train.py"], tmp_path)
+    assert code == 2 and output.count("check_ranks.py: ") == 1 and "was killed" not in output
+    assert (tmp_path / "net.pt").exists(), output
+
+
+FORKS = """\
+import os
+import runpy
+import torch.multiprocessing as mp
+
+
+
+def train(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+    runpy.run_path("right.py")
+
+
+ranks = [mp.get_context("fork").Process(target=train, args=(rank,)) for rank in (0, 1)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+"""
 
 
 RUNGS = {
