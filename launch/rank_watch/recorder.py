@@ -73,7 +73,7 @@ class Recorder:
         self.world_size = None
         self.connection = None  # to the monitor
         self.events = []  # that are not sent yet
-        self.sending = threading.Lock()
+        self.sending = threading.RLock()  # two threads add events and send them
         self.verdict = None  # of the monitor: {"code": ..., "text": ...}
         self.listener = None  # a thread, which ends when the verdict is there
         self.finishing = threading.Lock()
@@ -416,7 +416,8 @@ class Recorder:
 
     def add(self, kind, **values):
         if os.getpid() == self.pid:  # not in a worker of a loader
-            self.events.append({"kind": kind} | values)
+            with self.sending:
+                self.events.append({"kind": kind} | values)
 
     def connect(self):
         """Connect to the monitor, which rank 0 starts. Its address is in the group's store."""
@@ -459,10 +460,10 @@ class Recorder:
             self.connection.sendall(text.encode())
 
     def flush(self):
-        if self.connection is None:
+        if self.connection is None or os.getpid() != self.pid:
             return
-        events, self.events = self.events, []
-        with contextlib.suppress(OSError):  # the monitor has ended
+        with self.sending, contextlib.suppress(OSError):  # the monitor has ended
+            events, self.events = self.events, []
             self.send(events)
 
     def listen(self):

@@ -7,13 +7,15 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from processes import ROOT
 from ranks import Ranks
 
 from common.distributed import free_port
-from launch.rank_watch import monitor
+from launch.rank_watch import monitor, recorder
 
 # A right script: 64 samples in 8 steps per epoch on two ranks, then an evaluation.
 RIGHT = """\
@@ -770,3 +772,26 @@ def test_a_rank_that_waits_for_another_process_is_no_hang(monkeypatch, capsys):
         assert "; rank 0 did not call it: rank 0 is at train.py:4\n" in printed
         _, hang = find_hang(elsewhere)
         assert hang.startswith("the ranks wait for each other for ever: rank 1 in call 1 of")
+
+
+def test_events_of_two_threads_keep_their_order():
+    """As when a rank answers a question of the monitor while it trains."""
+
+    class Slow:
+        def tolist(self):
+            begun.set()
+            time.sleep(0.2)
+            return 0
+
+    begun = threading.Event()
+    watcher = recorder.Recorder(0, 0)
+    watcher.connection, monitor_end = socket.socketpair()
+    watcher.add("step", number=Slow())
+    answers = threading.Thread(target=watcher.flush)
+    answers.start()
+    begun.wait()
+    watcher.add("step", number=1)
+    watcher.flush()
+    answers.join()
+    watcher.connection.close()
+    assert [json.loads(line)["number"] for line in monitor_end.makefile()] == [0, 1]
