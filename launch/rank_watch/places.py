@@ -22,7 +22,10 @@ def is_own(file):
     """Return whether a file is the reader's own: neither a library nor this checker."""
     if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
         return False
-    return not os.path.abspath(file).startswith((*WATCHERS, STANDARD_LIBRARY))
+    folders = [*WATCHERS, STANDARD_LIBRARY]
+    if torch := sys.modules.get("torch"):  # which may be built in a folder of its own
+        folders.append(os.path.dirname(torch.__file__) + os.sep)
+    return not os.path.abspath(file).startswith(tuple(folders))
 
 
 def own_line():

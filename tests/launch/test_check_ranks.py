@@ -11,11 +11,12 @@ import threading
 import time
 
 import pytest
+import torch
 from processes import ROOT
 from ranks import Ranks
 
 from common.distributed import free_port
-from launch.rank_watch import monitor, recorder
+from launch.rank_watch import monitor, places, recorder
 
 # A right script: 64 samples in 8 steps per epoch on two ranks, then an evaluation.
 RIGHT = """\
@@ -774,6 +775,13 @@ def test_a_rank_that_waits_for_another_process_is_no_hang(monkeypatch, capsys):
         assert hang.startswith("the ranks wait for each other for ever: rank 1 in call 1 of")
 
 
+def test_files_in_a_folder_that_is_named_as_one_of_the_system_are_seen():
+    watcher = recorder.Recorder(0, 0)
+    for path in ("/dev/null", "/proc/self/mem", "/data/dev/scores.json"):
+        watcher.audit("open", (path, "w", 0))
+    assert [event["path"] for event in watcher.events] == ["/data/dev/scores.json"]
+
+
 def test_events_of_two_threads_keep_their_order():
     """As when a rank answers a question of the monitor while it trains."""
 
@@ -795,3 +803,10 @@ def test_events_of_two_threads_keep_their_order():
     answers.join()
     watcher.connection.close()
     assert [json.loads(line)["number"] for line in monitor_end.makefile()] == [0, 1]
+
+
+def test_torch_in_a_folder_of_its_own_is_not_the_readers_code(monkeypatch):
+    monkeypatch.setattr(torch, "__file__", "/src/pytorch/torch/__init__.py")
+    is_own = places.is_own.__wrapped__  # without its memory
+    assert not is_own("/src/pytorch/torch/nn/modules/module.py")
+    assert is_own("/src/pytorch/torch_train.py")
