@@ -244,6 +244,8 @@ def failures_of(runs, hang):
     """Return a line for each rank whose script failed, or whose process ended without a word."""
     lines = []
     waiting = []
+    if any(run.end and "KeyboardInterrupt" in run.end.get("error", "") for run in runs):
+        return ["interrupted"]
     for run in runs:
         if run.end and "StopIteration" in run.end.get("error", "") and run.is_cut:
             return ["the script counts its batches itself: expected a run without --epoch-steps"]

@@ -775,6 +775,12 @@ def test_a_rank_that_waits_for_another_process_is_no_hang(monkeypatch, capsys):
         assert hang.startswith("the ranks wait for each other for ever: rank 1 in call 1 of")
 
 
+def test_ctrl_c_is_not_a_failure_of_the_script():
+    done = {"kind": "done", "why": "failed", "error": "KeyboardInterrupt", "line": "train.py:7"}
+    runs = [monitor.Run(0, [done]), monitor.Run(1, [])]
+    assert monitor.failures_of(runs, hang=None) == ["interrupted"]
+
+
 def test_files_in_a_folder_that_is_named_as_one_of_the_system_are_seen():
     watcher = recorder.Recorder(0, 0)
     for path in ("/dev/null", "/proc/self/mem", "/data/dev/scores.json"):
