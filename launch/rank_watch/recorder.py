@@ -660,6 +660,7 @@ def fingerprints(tensors):
             kind = torch.int64 if integers.element_size() < 4 else integers.dtype
             numbers.append(integers.sum(dtype=kind))
         known = [number.long() for number in numbers if number is not None]
+        known = [number.to(known[0].device) for number in known]  # a model may be on two GPUs
         values = iter(torch.stack(known).tolist() if known else [])
         return [None if number is None else next(values) for number in numbers]
 
