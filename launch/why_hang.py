@@ -5,7 +5,8 @@
     python launch/why_hang.py read traces/rank_*  files that NCCL's flight recorder has written
 
 `run` starts a script as it would start alone, and records its collectives. `ask` lets all ranks
-write what they do to the folder in WHY_HANG (default: hang), which all machines must share.
+write what they do to the folder in WHY_HANG (default: hang), which all machines must share and you
+may remove afterwards.
 """
 
 import argparse
@@ -20,21 +21,26 @@ import time
 import uuid
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Behind the reader's own modules, one of which may be named as one of ours
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from rank_watch.calls import differences, join
 from rank_watch.places import calls_of, nccl_is_unrecorded, place_of_thread, recorded_calls
 
-from common.distributed import find_launcher
-from common.flags import Parser
-
 FOLDER = Path(os.environ.get("WHY_HANG", "hang"))
 PATIENCE = 10  # seconds in which a rank must answer
+LAUNCHERS = (  # their variables: the rank, the world size
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
 
 
 def parse_args():
-    parser = Parser(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=("run", "ask", "read"))
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="a script and its flags, or files")
     args = parser.parse_args()
@@ -46,7 +52,7 @@ def parse_args():
 def main():
     args = parse_args()
     if args.command == "run":
-        run(sys.argv[2:])  # as they stand: the parser reads --a_b as --a-b
+        run(args.rest)
     elif args.command == "ask":
         before, _ = ask()
         time.sleep(1)
@@ -66,11 +72,12 @@ def main():
 def run(command):
     """Run a script in this process, with a thread that answers questions."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch reads it: calls to remember
-    _, ranks = find_launcher()
-    me = {"rank": ranks.rank, "world_size": ranks.world_size}
+    known = [names for names in LAUNCHERS if all(os.environ.get(name) for name in names)]
+    rank, world_size = [int(os.environ[name]) for name in known[0]] if known else (0, 1)
+    me = {"rank": rank, "world_size": world_size}
     me |= {"pid": os.getpid(), "host": socket.gethostname()}
     FOLDER.mkdir(parents=True, exist_ok=True)
-    write(FOLDER / f"rank-{ranks.rank}.json", me)
+    write(FOLDER / f"rank-{rank}.json", me)
     threading.Thread(target=answer, args=(me,), daemon=True).start()
     sys.argv = command
     sys.path[0] = str(Path(command[0]).resolve().parent)

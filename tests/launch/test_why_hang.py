@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -286,16 +285,17 @@ def test_a_rank_that_does_not_answer_is_explained(tmp_path, monkeypatch):
     assert lines[0] == "rank 1: has ended" and lines[1].startswith("rank 0 in call 1 ")
 
 
-def test_a_script_runs_as_it_would_alone(tmp_path, monkeypatch, capsys):
-    (tmp_path / "beside.py").write_text("name = 'beside'\n")
+def test_a_script_runs_as_it_would_alone(tmp_path):
+    names = ["beside", "common", "launch", "tools", "store"]  # the last four are ours too
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("")
     script = tmp_path / "train.py"
-    script.write_text("import sys, beside\nprint(__name__, beside.name, sys.argv)\n")
-    monkeypatch.setattr(why_hang, "FOLDER", tmp_path / "hang")
-    monkeypatch.setattr(why_hang.threading, "Thread", Mock())  # which nobody asks
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["why_hang.py", "run", str(script), "--batch_size=8"])
-    why_hang.main()
-    assert capsys.readouterr().out == f"__main__ beside {[str(script), '--batch_size=8']}\n"
+    imports = ", ".join(names)
+    script.write_text(f"import sys, {imports}\nprint({imports})\nprint(__name__, sys.argv)\n")
+    command = [sys.executable, ROOT / "launch/why_hang.py", "run", script, "--batch_size=8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.count(str(tmp_path)) == len(names) + 1, done
+    assert done.stdout.endswith(f"__main__ {[str(script), '--batch_size=8']}\n")
 
 
 def test_without_a_recorder_it_says_how_to_start(tmp_path, monkeypatch, capsys):
