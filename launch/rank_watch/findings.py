@@ -515,7 +515,7 @@ def check_evaluation(runs, judgment):
                 "their counts are not summed over the ranks, but every rank does the same work"
             )
         elif parts:
-            gathers = any("gather" in name for name, _ in runs[0].messages)
+            gathers = any("gather" in name for name, *_ in runs[0].messages)
             only_twice = gathers and not missing
             (judgment.notes if only_twice else judgment.found).append(
                 f"of {len(everything):,} samples, the ranks evaluate {' and '.join(parts)} "
@@ -642,20 +642,24 @@ def explain_failure(runs):
     """Return a sentence on the first call in which the ranks differ, if some failed, or None."""
     if not any_failed(runs):
         return None
-    for calls in itertools.zip_longest(*(run.messages for run in runs)):
-        names = {call and call[0] for call in calls}
-        if None in names and len(names) == 2:
-            return None  # a rank stopped before: the others wait for it
-        if len(names) > 1:
-            seen = "; ".join(
-                f"rank {run.rank}: {call[0]} at {call[1]}"
-                for run, call in zip(runs, calls, strict=True)
-                if call
-            )
-            return (
-                f"the ranks called different collectives: {seen}. All ranks must make the same "
-                "calls in the same order (docs/hangs.md)"
-            )
+    for group in sorted({call[2] for run in runs for call in run.messages}):
+        made = {run.rank: [call for call in run.messages if call[2] == group] for run in runs}
+        if group:  # which ranks belong to it is known only from their calls
+            made = {rank: calls for rank, calls in made.items() if calls}
+        for calls in itertools.zip_longest(*made.values()):
+            names = {call and call[0] for call in calls}
+            if None in names and len(names) == 2:
+                break  # a rank stopped before: the others wait for it
+            if len(names) > 1:
+                seen = "; ".join(
+                    f"rank {rank}: {call[0]} at {call[1]}"
+                    for rank, call in zip(made, calls, strict=True)
+                    if call
+                )
+                return (
+                    f"the ranks called different collectives: {seen}. All ranks must make the "
+                    "same calls in the same order (docs/hangs.md)"
+                )
     return None
 
 

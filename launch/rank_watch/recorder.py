@@ -149,7 +149,7 @@ class Recorder:
         if self.communicates or self.connection is None:
             return real(*args, **kwargs)
         self.communicates = True  # all_gather_object() calls all_gather()
-        self.add("collective", name=name, line=own_line())
+        self.add("collective", name=name, line=own_line(), group=group_of(args, kwargs))
         self.flush()
         try:
             return real(*args, **kwargs)
@@ -703,6 +703,14 @@ def random_states():
         states["numpy"] = zlib.crc32(keys.tobytes(), position)
     states["random"] = hash(random.getstate()[1])
     return states
+
+
+def group_of(args, kwargs):
+    """Return the name of the process group in the arguments of a collective, or "": the default."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD:
+            return value.group_name
+    return ""
 
 
 def is_at_its_end(iterator):

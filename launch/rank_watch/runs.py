@@ -98,7 +98,7 @@ class Run:
         self.calls = []
         self.joins = False  # DistributedDataParallel.join(): ranks may make fewer steps than others
         self.is_cut = False  # --epoch-steps has ended an epoch
-        self.messages = []  # what the script called that sends messages: (name, line)
+        self.messages = []  # what the script called that sends messages: (name, line, group)
         self.end = None  # the event "done", or None: the process ended without a word
         self.recent = set()  # loaders that gave the batches for the next forward passes
         self.claimed = False  # a forward pass has used these batches
@@ -146,7 +146,7 @@ class Run:
             case "draw":
                 self.draws[len(self.steps), event["span"], event["source"]] = event["state"]
             case "collective":
-                self.messages.append((event["name"], event["line"]))
+                self.messages.append((event["name"], event["line"], event["group"]))
             case "follow":
                 self.follows.append(event)
             case "scale":
@@ -166,7 +166,7 @@ class Run:
         self.forwards.append(forward)
         self.joins = self.joins or event["joins"]
         if event["ddp"] is not None and event["grad"]:
-            self.messages.append(("a forward pass of DistributedDataParallel", event["line"]))
+            self.messages.append(("a forward pass of DistributedDataParallel", event["line"], ""))
         if event["grad"]:
             self.passes.append(forward)
         for number in self.recent:

@@ -605,17 +605,29 @@ class Stream(torch.utils.data.IterableDataset):
 loader = DataLoader(Stream(), batch_size=4)"""
 
 
+OWN_GROUPS = """\
+groups = [dist.new_group([k]) for k in range(world_size)]
+if rank == 0:
+    dist.all_reduce(torch.ones(1), group=groups[0])
+else:
+    dist.broadcast(torch.ones(1), 1, groups[1])
+"""
+
+
 def test_a_script_that_fails_shows_its_own_error(check):
     text = script_with(
-        [("    ddp.eval()", "    if rank == 1:\n        raise ValueError('no disk')")]
+        [
+            ("    ddp.eval()", "    if rank == 1:\n        raise ValueError('no disk')"),
+            ("sampler = D", f"{OWN_GROUPS}sampler = D"),
+        ]
     )
     codes, output = check(text)
     assert "ValueError: no disk" in output and "rank_watch" not in output, output
     assert re.search(
-        r"\nrank 1 failed after 8 training steps: ValueError: no disk \(\S+:29", output
+        r"\nrank 1 failed after 8 training steps: ValueError: no disk \(\S+:34", output
     )
     assert codes[1] == 1 and "found: " not in output and "ok: " not in output
-    assert re.search(r"\nrank 0 waited for it after 8 training steps, at \S+:31", output)
+    assert re.search(r"\nrank 0 waited for it after 8 training steps, at \S+:36", output)
     assert "was killed" not in output
 
 
