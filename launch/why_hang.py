@@ -29,12 +29,9 @@ from rank_watch.places import calls_of, nccl_is_unrecorded, place_of_thread, rec
 
 FOLDER = Path(os.environ.get("WHY_HANG", "hang"))
 PATIENCE = 10  # seconds in which a rank must answer
-LAUNCHERS = (  # their variables: the rank, the world size
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
+# What launchers set: the variables of the rank and of the world size
+LAUNCHERS = [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")]
+LAUNCHERS += [("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
 
 
 def parse_args():

@@ -4,7 +4,7 @@ Rank 0 starts this process: monitor.py LISTENER TOKEN WORLD_SIZE. It outlives a 
 aborts, so that what was seen is not lost.
 """
 
-import contextlib
+import functools
 import json
 import selectors
 import signal
@@ -81,7 +81,6 @@ class Monitor:
         self.last_event = time.monotonic()
         self.last_question = 0
         self.difference = None  # seen in the last answers: reported if the next ones repeat it
-        self.printed = set()  # during the run
 
     def run(self):
         """Collect events until all ranks are done, or hang."""
@@ -122,18 +121,12 @@ class Monitor:
             self.last_event = time.monotonic()
             return
         *lines, rank.text = (rank.text + data).split(b"\n")
-        if lines and rank.number is None and not self.knows(lines[0]):
+        if lines and rank.number is None and self.token.encode() not in lines[0]:  # a port scan
             self.selector.unregister(rank.connection)
             rank.connection.close()
             return
         for line in lines:
             self.read(rank, json.loads(line))
-
-    def knows(self, line):
-        """Return whether the first line of a connection is from a rank, not from a port scan."""
-        with contextlib.suppress(ValueError, AttributeError):
-            return json.loads(line).get("token") == self.token
-        return False
 
     def read(self, rank, event):
         if rank.number is None:
@@ -176,17 +169,12 @@ class Monitor:
                 break
             if difference.kind == "missing" and all(map(Rank.is_still, missing)):
                 # It may wait for another process, which prepares the data.
-                self.print_once(f"note: no rank moves, for {STILL} seconds: {difference.text}")
+                print_once(f"note: no rank moves, for {STILL} seconds: {difference.text}")
         repeated = seen is not None and seen == self.difference
         self.difference = seen
         if not repeated:
             return None
         return seen and f"the ranks wait for each other for ever: {seen} (docs/hangs.md)"
-
-    def print_once(self, text):
-        if text not in self.printed:
-            print(text, flush=True)
-        self.printed.add(text)
 
     def finish(self, hang):
         """Print the findings, and tell all ranks to end."""
@@ -216,16 +204,14 @@ class Monitor:
         print("\n".join(lines), flush=True)
         code = int(bool(found))
         verdict = {"kind": "verdict", "code": code, "text": "\n".join(lines[1:])}
-        waiting = [rank for rank in self.ranks.values() if not rank.is_done()]
-        for rank in waiting:
-            rank.send(verdict | {"now": True})
-        for rank in waiting:  # before the others end, which would be an error in its collective
-            with contextlib.suppress(OSError):
-                while rank.connection.recv(1 << 20):
-                    pass
-        for rank in self.ranks.values():
-            if rank not in waiting:
-                rank.send(verdict | {"now": False})
+        # First to the ranks that wait: the end of the others is an error in their collective.
+        for rank in sorted(self.ranks.values(), key=Rank.is_done):
+            rank.send(verdict | {"now": not rank.is_done()})
+
+
+@functools.cache
+def print_once(text):
+    print(text, flush=True)
 
 
 def where_it_ended(rank):

@@ -403,9 +403,8 @@ class Recorder:
         if not isinstance(path, str) or not isinstance(mode, str) or mode[0] not in "wax":
             return
         private = ("/.cache/", "__pycache__", "torchinductor")
-        if path.startswith(("/dev/", "/proc/", "/sys/")) or any(part in path for part in private):
-            return
-        if line := own_line():
+        system = path.startswith(("/dev/", "/proc/", "/sys/"))
+        if not (system or any(part in path for part in private)) and (line := own_line()):
             self.add("write", path=os.path.abspath(path), mode=mode[0], line=line)
 
     # Processes that this one starts
