@@ -169,7 +169,7 @@ class Monitor:
                 break
             if difference.kind == "missing" and all(map(Rank.is_still, missing)):
                 # It may wait for another process, which prepares the data.
-                print_once(f"note: no rank moves, for {STILL} seconds: {difference.text}")
+                print_once(f"note: no progress for {STILL} seconds: {difference.text}")
         repeated = seen is not None and seen == self.difference
         self.difference = seen
         if not repeated:

@@ -599,8 +599,8 @@ def watch(function):
 def flush_files():
     """Write what the script has printed, or written to files that are open: os._exit() does not."""
     for file in gc.get_objects():
-        if issubclass(type(file), io.TextIOWrapper | io.BufferedWriter) and not file.closed:
-            with contextlib.suppress(OSError, ValueError):
+        if issubclass(type(file), io.TextIOWrapper | io.BufferedWriter):
+            with contextlib.suppress(OSError, ValueError):  # it is closed, or detached
                 file.flush()
 
 

@@ -781,7 +781,7 @@ def test_a_rank_that_waits_for_another_process_is_no_hang(monkeypatch, capsys):
 
         assert find_hang({"at": "train.py:4", "calls": []}) == [None, None]
         printed = capsys.readouterr().out
-        assert printed.count("note: no rank moves, for 0 seconds: rank 1 in call 1 of") == 1
+        assert printed.count("note: no progress for 0 seconds: rank 1 in call 1 of") == 1
         assert "; rank 0 did not call it: rank 0 is at train.py:4\n" in printed
         _, hang = find_hang(elsewhere)
         assert hang.startswith("the ranks wait for each other for ever: rank 1 in call 1 of")
