@@ -4,6 +4,7 @@ Rank 0 starts this process: monitor.py LISTENER TOKEN WORLD_SIZE. It outlives a 
 aborts, so that what was seen is not lost.
 """
 
+import contextlib
 import functools
 import json
 import selectors
@@ -207,6 +208,10 @@ class Monitor:
         # First to the ranks that wait: the end of the others is an error in their collective.
         for rank in sorted(self.ranks.values(), key=Rank.is_done):
             rank.send(verdict | {"now": not rank.is_done()})
+        for rank in self.ranks.values():  # one may still answer a question, before it reads this
+            with contextlib.suppress(OSError):
+                while rank.connection.recv(1 << 20):
+                    pass
 
 
 @functools.cache

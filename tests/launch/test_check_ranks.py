@@ -762,6 +762,7 @@ def test_a_rank_that_never_connects_is_named(monkeypatch, capsys):
     ):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         rank_0.sendall(json.dumps(hello).encode() + b"\n")
+        rank_0.shutdown(socket.SHUT_WR)  # for which the monitor waits
         monitor.Monitor(listener, "a", world_size=3).run()
     assert "found: ranks 1, 2 did not connect to rank 0" in capsys.readouterr().out
 
