@@ -339,7 +339,8 @@ class Recorder:
 
     def next_index(self, real, iterator):
         number = self.index_samplers.get(id(iterator._index_sampler))
-        self.mark("loading")
+        # An iterator with workers draws their seed, and asks for indices, while it is made.
+        self.mark("loading" if self.shared is None else "loader")
         try:
             indices = real(iterator)
         except StopIteration:

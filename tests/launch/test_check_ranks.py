@@ -302,6 +302,11 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "loader workers and one seed on all ranks, without random layers": [
+        ("nn.Dropout(0.1), ", ""),
+        ("torch.manual_seed(100 + rank)\n", ""),
+        ("sampler=sampler)", "sampler=sampler, num_workers=1, multiprocessing_context='fork')"),
+    ],
     "no wrap, gradients averaged by hand": [
         ("ddp = DistributedDataParallel(net)", "ddp = net"),
         (
@@ -443,6 +448,7 @@ QUICK = {  # one of each kind; the others are slow
     "statistics of batch norm",
     "two writers",
     "a forward pass of ddp on rank 0",
+    "loader workers and one seed on all ranks, without random layers",
     "a share by hand",
     "two models, a gradient penalty, a raw forward pass of the other model",
 }
