@@ -546,7 +546,7 @@ def check_evaluated_model(runs, judgment):
                 "If it trains, call its DistributedDataParallel; if it is a copy of the weights, "
                 f"make it after the wrap ({COPY})"
             )
-        elif different_places([forward.statistics for forward in forwards]):
+        elif different_places([forward.statistics or [] for forward in forwards]):
             what = "batch norm's running statistics"
             page = "docs/syncbn.md#running-statistics-and-the-evaluation"
             remedy = f"Broadcast the buffers of rank 0 before it ({page})"

@@ -251,7 +251,9 @@ class Recorder:
             model = module.module if ddp else module
             norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
             buffers = [getattr(norm, name) for norm in norms for name in STATISTICS]
-            values["statistics"] = fingerprints(buffers)
+            ddps = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+            if not any(of.will_sync_module_buffers() for of in ddps):  # else rank 0's are taken
+                values["statistics"] = fingerprints(buffers)
             values["weights"] = fingerprints(model.parameters())
         self.evaluates = not training
         self.add(

@@ -14,7 +14,7 @@ class Forward(NamedTuple):
     inside: int | None  # of the one whose model was called, past it
     sync: bool  # its gradients are averaged
     inputs: Any  # a hash for each sample, or None
-    statistics: Any  # of batch norm, when an evaluation begins
+    statistics: Any  # of batch norm, when an evaluation begins, or None: DDP broadcasts them
     weights: Any  # of the model, when an evaluation begins
     line: str
 

@@ -302,6 +302,11 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "batch norm, evaluated through ddp": [
+        ("        dist.broadcast(buffer, 0)", "        pass"),
+        ("batch_size=5", "batch_size=6"),  # as many batches on each rank
+        ("cross_entropy(net(x)", "cross_entropy(ddp(x)"),
+    ],
     "loader workers and one seed on all ranks, without random layers": [
         ("nn.Dropout(0.1), ", ""),
         ("torch.manual_seed(100 + rank)\n", ""),
