@@ -539,7 +539,11 @@ def check_evaluated_model(runs, judgment):
     """Compare the weights and batch norm's running statistics with which the ranks evaluate."""
     if any("of the ranks differ" in text for text in judgment.found):
         return  # and so do these
-    for forwards in together([f for f in run.forwards if f.weights] for run in runs):
+    passes = [{(f.step, f.line, f.model): f for f in run.forwards if f.weights} for run in runs]
+    for key in passes[0]:  # a rank may evaluate more than the others
+        if not all(key in of_rank for of_rank in passes):
+            continue
+        forwards = [of_rank[key] for of_rank in passes]
         if different_places([forward.weights for forward in forwards]):
             what = "the weights of the evaluated model"
             remedy = (

@@ -97,7 +97,7 @@ class Recorder:
         self.worker_states = []  # (loader, shared array)
         self.shared = None  # with the workers that are started now: states, and which moved
         self.random_states = {}  # source: hash
-        self.evaluates = False  # the last forward pass was one of an evaluation
+        self.evaluated = set()  # (model, line) of the evaluation, since the last training pass
 
     # What torch calls
 
@@ -246,8 +246,12 @@ class Recorder:
 
     def add_forward(self, module, args, ddp):
         training = module.training
+        line = own_line()
         values = {}
-        if not training and not self.evaluates:
+        if training:
+            self.evaluated.clear()
+        elif (module, line) not in self.evaluated:
+            self.evaluated.add((module, line))
             model = module.module if ddp else module
             norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
             buffers = [getattr(norm, name) for norm in norms for name in STATISTICS]
@@ -255,7 +259,6 @@ class Recorder:
             if not any(of.will_sync_module_buffers() for of in ddps):  # else rank 0's are taken
                 values["statistics"] = fingerprints(buffers)
             values["weights"] = fingerprints(model.parameters())
-        self.evaluates = not training
         self.add(
             "forward",
             model=type(module.module if ddp else module).__name__,
@@ -266,7 +269,7 @@ class Recorder:
             grad=torch.is_grad_enabled(),
             joins=bool(ddp and module._join_config.enable),
             inputs=hashes_of_samples(args),
-            line=own_line(),
+            line=line,
             **values,
         )
         self.flush()  # a collective that the other ranks do not call may end this process

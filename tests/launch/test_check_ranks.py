@@ -302,6 +302,13 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "rank 0 evaluates more than the others": [
+        (
+            "        optimizer.step()",
+            "        optimizer.step()\n        if rank == 0:\n            net.eval()\n"
+            "            net(x)\n            net.train()",
+        ),
+    ],
     "batch norm, evaluated through ddp": [
         ("        dist.broadcast(buffer, 0)", "        pass"),
         ("batch_size=5", "batch_size=6"),  # as many batches on each rank
