@@ -109,8 +109,10 @@ class Recorder:
         register_optimizer_step_post_hook(self.after_step)
         register_module_forward_pre_hook(self.before_forward)
         register_module_forward_hook(self.after_forward, always_call=True)
-        for owner in (dist, dist.distributed_c10d):
+        # init_device_mesh() has a name of its own for the function
+        for owner in (dist, dist.distributed_c10d, dist.device_mesh):
             replace(owner, "init_process_group", self.join)
+        for owner in (dist, dist.distributed_c10d):
             for name in COLLECTIVES:
                 replace(owner, name, functools.partial(self.communicate, name))
         replace(DistributedDataParallel, "__init__", self.wrap)
@@ -538,13 +540,15 @@ class Recorder:
             "torchrun --nproc-per-node=2 launch/check_ranks.py train.py; with one GPU, on the CPU: "
             "CUDA_VISIBLE_DEVICES= torchrun ..."
         )
-        if count > 1:
+        if count > 1 and dist.is_initialized():
+            text = "check_ranks.py: the process group was made in a way that is not watched"
+        elif count > 1:
             text = (
                 f"found: {self.steps.total()} training steps, and no process group: the script "
                 f"never called init_process_group(), so each of the {count} processes trains a "
                 "model of its own (docs/copy-setup-distributed.md)"
             )
-        self.verdict = {"code": 1 if count > 1 else 2, "text": text}
+        self.verdict = {"code": 1 if text.startswith("found") else 2, "text": text}
         if self.rank == 0:
             print(text, flush=True)
             self.write_error_file()
