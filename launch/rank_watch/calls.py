@@ -45,7 +45,7 @@ def compare(group, made, answers):
         for rank, (_, _, name, shapes, _, place) in sorted(callers.items()):
             text = f"{name} {shapes[0] if shapes else ''}".strip()
             kinds.setdefault(text if name in EQUAL else name, []).append((rank, text, place))
-        call = f"call {number} of the group {group}"
+        call = f"call {number} of the group {group.partition(' ')[2] or group}"
         if len(kinds) > 1:
             text = f"{call} differs: " + "; ".join(
                 f"{join(rank for rank, *_ in some)}: {some[0][1]} at {some[0][2]}"

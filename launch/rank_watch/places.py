@@ -90,7 +90,7 @@ def calls_of(record):
     """Return the calls of a flight record: (group, number, name, shapes, done, place) each."""
     return [
         (
-            entry["process_group"][1],
+            group_of(*entry["process_group"]),
             entry["collective_seq_id"],
             entry["profiling_name"].split(":")[-1],
             entry["input_sizes"],
@@ -100,6 +100,13 @@ def calls_of(record):
         for entry in record.get("entries", [])
         if not entry["is_p2p"]
     ]
+
+
+def group_of(name, description):
+    """Return the text by which the ranks know a group: several have the same description."""
+    if description == "default_pg":
+        return description
+    return name if description == "undefined" else f"{name} {description}"
 
 
 def place(frames):

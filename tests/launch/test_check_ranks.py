@@ -302,6 +302,16 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "a group made by init_device_mesh(), and a group of each rank's own": [
+        (
+            'dist.init_process_group("gloo")',
+            "dist.init_device_mesh('cpu', (2,))\nown = [dist.new_group([k]) for k in range(2)]",
+        ),
+        (
+            "    scheduler.step",
+            "    dist.all_reduce(torch.ones(3 + rank), group=own[rank])\n    scheduler.step",
+        ),
+    ],
     "rank 0 evaluates more than the others": [
         (
             "        optimizer.step()",
