@@ -74,6 +74,10 @@ def seed_worker(worker):
 
 data = Noisy(torch.randn(64, 8), torch.randint(2, (64,)))"""
 
+OWN_GENERATOR = AUGMENTED.replace(
+    "    def __getitem__", "    generator = torch.Generator()\n\n    def __getitem__"
+).replace("torch.randn(8)", "torch.randn(8, generator=self.generator)")
+
 # What is replaced in several cases, by what
 DATA = "data = TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))"
 RANDOM_CROPS = (DATA, AUGMENTED)
@@ -302,6 +306,9 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "a data set that draws from its own generator": [
+        (DATA, OWN_GENERATOR + "\ndata.generator.manual_seed(rank)"),
+    ],
     "a group made by init_device_mesh(), and a group of each rank's own": [
         (
             'dist.init_process_group("gloo")',
