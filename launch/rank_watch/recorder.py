@@ -687,7 +687,12 @@ def hash_of(value):
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             leaf = as_integers(leaf).cpu().numpy()
-        data = leaf.tobytes() if hasattr(leaf, "tobytes") else repr(leaf).encode()
+        if isinstance(leaf, str | bytes | int | float | complex | None):
+            data = repr(leaf).encode()
+        elif hasattr(leaf, "tobytes") and str(getattr(leaf, "dtype", "")) != "object":
+            data = leaf.tobytes()
+        else:  # its text may be an address
+            raise TypeError(f"{type(leaf).__name__}: expected a tensor, array, number or string")
         total = zlib.crc32(data, total)
     return total
 

@@ -1,5 +1,6 @@
 """launch/check_ranks.py, on training scripts with a mistake, and on right ones."""
 
+import copy
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 
+import numpy
 import pytest
 import torch
 from processes import ROOT
@@ -538,6 +540,15 @@ def test_what_is_right_but_unusual_is_not_found(check, name):
     codes, output = check(script_with(TWINS[name]))
     assert codes == [0, 0], output
     assert "\nok: " in output and "found: " not in output, output
+
+
+def test_samples_of_unknown_classes_are_not_hashed():
+    same = {"x": torch.ones(2), "y": [numpy.int64(3), "a", b"b", None, 0.5]}
+    assert recorder.hash_of(same) == recorder.hash_of(copy.deepcopy(same))
+    assert recorder.hash_of(same) != recorder.hash_of(same | {"x": torch.zeros(2)})
+    for unknown in (object(), {1}, numpy.array([{}])):
+        with pytest.raises(TypeError):
+            recorder.hash_of([torch.ones(2), unknown])
 
 
 def test_ranks_that_make_different_numbers_of_steps_are_named(check):
