@@ -786,6 +786,8 @@ def numbers_in(indices):
     A sampler may give (epoch, index) for each sample.
     """
     try:
+        if hasattr(indices, "tolist"):
+            indices = indices.tolist()
         if not isinstance(indices, list | tuple):
             indices = [indices]
         return [list(map(int, one if isinstance(one, tuple) else [one])) for one in indices]

@@ -551,6 +551,12 @@ def test_samples_of_unknown_classes_are_not_hashed():
             recorder.hash_of([torch.ones(2), unknown])
 
 
+def test_a_batch_of_indices_may_be_a_tensor():
+    for batch in ([7, 3], (7, 3), torch.tensor([7, 3]), [torch.tensor(7), numpy.int64(3)]):
+        assert recorder.numbers_in(batch) == [[7], [3]]
+    assert recorder.numbers_in(["a.jpg"]) is None
+
+
 def test_ranks_that_make_different_numbers_of_steps_are_named(check):
     """Without gradients to wait for, they do not hang."""
     alone = ("ddp = DistributedDataParallel(net)", "ddp = net")
