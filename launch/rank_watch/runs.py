@@ -8,7 +8,7 @@ class Forward(NamedTuple):
     """A forward pass of a model that trains, or of one that is evaluated."""
 
     step: int  # training steps before it
-    training: bool
+    training: bool  # and with gradients: a script may evaluate without .eval()
     model: str
     ddp: int | None  # the number of the DistributedDataParallel that was called
     inside: int | None  # of the one whose model was called, past it
@@ -162,6 +162,7 @@ class Run:
 
     def read_forward(self, event):
         kept = {name: event.get(name) for name in Forward._fields if name != "step"}
+        kept["training"] = event["training"] and event["grad"]
         forward = Forward(step=len(self.steps), **kept)
         self.forwards.append(forward)
         self.joins = self.joins or event["joins"]

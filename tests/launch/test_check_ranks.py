@@ -308,6 +308,10 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "a model in training mode, evaluated on all samples by each rank": [
+        ("    ddp.eval()\n", ""),
+        ("batch_size=5, sampler=range(rank, 21, world_size)", "batch_size=7"),
+    ],
     "a data set that draws from its own generator": [
         (DATA, OWN_GENERATOR + "\ndata.generator.manual_seed(rank)"),
     ],
