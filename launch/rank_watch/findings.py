@@ -194,7 +194,7 @@ def passes_before(run, k, optimizer):
 def check_training_data(runs, judgment):
     """Compare which samples each rank read to train."""
     for loaders in loaders_together(runs):
-        if not all(loader.trains for loader in loaders):
+        if not all(loader.trains() for loader in loaders):
             continue
         line = loaders[0].line
         if not all(loader.known for loader in loaders):
@@ -456,7 +456,7 @@ def check_random_numbers(runs, judgment):
         )
     for loaders in loaders_together(runs):
         states = [loader.worker_states for loader in loaders]
-        if not all(states) or not loaders[0].trains:
+        if not all(states) or not loaders[0].trains():
             continue
         for k, source in enumerate(SOURCES):
             drawn = all(state[2 * k + 1] for state in states)
@@ -490,7 +490,7 @@ def check_evaluation(runs, judgment):
     seen = any(not forward.training for run in runs for forward in run.forwards)
     for loaders in loaders_together(runs):
         loader = loaders[0]
-        if any(one.trains or not one.evaluates for one in loaders):
+        if any(one.trains() or not one.evaluates() for one in loaders):
             continue
         seen = True
         if not all(one.known for one in loaders) or loader.size is None:

@@ -39,15 +39,23 @@ class Loader:
         self.samples = None  # hashes of three samples of the base
         self.worker_states = None
         self.epochs = []
-        self.trains = False
-        self.evaluates = False
+
+    def trains(self):
+        return any(epoch.trains() for epoch in self.epochs)
+
+    def evaluates(self):
+        return not self.trains() and any(epoch.evaluates() for epoch in self.epochs)
 
     def settle(self):
-        """Make one whole number of each index, when all are known.
+        """Keep the epochs for which the loader is used, and make one whole number of each index.
 
         A sampler may give (epoch, index) for each sample: the number that differs most within an
         epoch counts.
         """
+        if self.trains():
+            self.epochs = [epoch for epoch in self.epochs if epoch.trains()]
+        elif self.evaluates():
+            self.epochs = [epoch for epoch in self.epochs if epoch.evaluates()]
         batches = [batch for epoch in self.epochs for batch in epoch.batches]
         self.known = not self.iterable and all(batch is not None for batch in batches)
         if not self.known:
@@ -77,6 +85,20 @@ class Epoch:
         self.batches = []  # lists of indices, as the sampler gave them, or None: unknown
         self.indices = []  # a whole number for each sample
         self.ended = False  # it was not cut, and the run did not end in it
+        self.uses = []  # a set for each batch: of each forward pass after it, whether it trains
+
+    def trains(self):
+        """Return whether its batches train.
+
+        One alone may be an example to look at, or the last of an evaluation, before a batch that
+        was read ahead.
+        """
+        trained = sum(True in use for use in self.uses)
+        is_whole = self.ended and len(self.uses) == len(self.batches)
+        return trained > self.uses.count({False}) and (trained > 1 or is_whole)
+
+    def evaluates(self):
+        return {False} in self.uses and not self.trains()
 
 
 class Run:
@@ -100,7 +122,7 @@ class Run:
         self.is_cut = False  # --epoch-steps has ended an epoch
         self.messages = []  # what the script called that sends messages: (name, line, group)
         self.end = None  # the event "done", or None: the process ended without a word
-        self.recent = set()  # loaders that gave the batches for the next forward passes
+        self.recent = {}  # loaders that gave the batches for the next forward passes: their uses
         self.claimed = False  # a forward pass has used these batches
         self.passes = []  # forward passes since the last backward pass
         self.batches = 0  # since the last backward pass
@@ -170,13 +192,10 @@ class Run:
             self.messages.append(("a forward pass of DistributedDataParallel", event["line"], ""))
         if event["grad"]:
             self.passes.append(forward)
-        for number in self.recent:
-            if forward.training:
-                self.loaders[number].trains = True
-            else:
-                self.loaders[number].evaluates = True
+        for use in self.recent.values():
+            use.add(forward.training)
         if forward.training:
-            self.recent = set()
+            self.recent = {}
         self.claimed = True
 
     def read_batch(self, loader):
@@ -184,16 +203,17 @@ class Run:
         if loader is None:
             return
         if self.claimed:
-            self.recent = set()
+            self.recent = {}
             self.claimed = False
-        self.recent.add(loader)
+        self.recent[loader] = set()
+        self.loaders[loader].epochs[-1].uses.append(self.recent[loader])
 
 
 def merged(loaders):
     """Return the loaders, as one where the script makes a loader of the same kind in each epoch."""
     kinds = {}
     for loader in loaders:
-        key = (loader.line, loader.size, loader.subset, loader.trains, loader.evaluates)
+        key = (loader.line, loader.size, loader.subset, loader.trains(), loader.evaluates())
         first = kinds.setdefault(str(key), loader)
         if first is not loader:
             first.epochs += loader.epochs

@@ -308,6 +308,16 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "a batch read before the training, and one before an evaluation of all samples": [
+        ("batch_size=5, sampler=range(rank, 21, world_size)", "batch_size=5"),
+        ("for epoch in range(2):", "next(iter(test_loader))\nfor epoch in range(2):"),
+        (
+            "    for x, y in loader:\n        loss",
+            "    for k, (x, y) in enumerate(loader):\n        net.eval()\n"
+            "        for test_x, _ in test_loader if k % 4 == 3 else []:\n"
+            "            net(test_x)\n        net.train()\n        loss",
+        ),
+    ],
     "a model in training mode, evaluated on all samples by each rank": [
         ("    ddp.eval()\n", ""),
         ("batch_size=5, sampler=range(rank, 21, world_size)", "batch_size=7"),
