@@ -91,7 +91,7 @@ class Recorder:
         self.held = {}  # a parameter: the number of its DDP
         self.used = Counter()  # a parameter of a DDP that looks for unused ones: times it was used
         self.root = None  # the module whose forward pass runs, and which no other module calls
-        self.loader_lines = {}  # id of a loader: where it was made
+        self.loader_lines = {}  # id of a loader: where it was made, and how many were used before
         self.loaders = {}  # a loader: its number, from its first pass on
         self.index_samplers = {}  # id of a loader's sampler of batches: the loader's number
         self.worker_states = []  # (loader, shared array)
@@ -299,7 +299,7 @@ class Recorder:
     # Data
 
     def make_loader(self, real, loader, *args, **kwargs):
-        self.loader_lines[id(loader)] = own_line()
+        self.loader_lines[id(loader)] = own_line(), len(self.loaders)
         return real(loader, *args, **kwargs)
 
     def begin_loader(self, real, loader):
@@ -341,8 +341,8 @@ class Recorder:
                 "drop_last": bool(loader.drop_last),
                 "batch_size": loader.batch_size,
             }
-        line = self.loader_lines.get(id(loader)) or own_line()
-        self.add("loader", line=line, **values)
+        line, older = self.loader_lines.get(id(loader), ("", 0))
+        self.add("loader", line=line or own_line(), older=older, **values)
 
     def next_index(self, real, iterator):
         number = self.index_samplers.get(id(iterator._index_sampler))

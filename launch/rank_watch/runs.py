@@ -24,6 +24,7 @@ class Loader:
 
     def __init__(self, values):
         self.line = values["line"]
+        self.older = values["older"]  # loaders that were in use before it was made
         self.iterable = values["iterable"]
         self.known = False  # each sample has a number, an index of the data set
         self.size = values.get("size")  # of its data set
@@ -211,10 +212,14 @@ class Run:
 
 def merged(loaders):
     """Return the loaders, as one where the script makes a loader of the same kind in each epoch."""
-    kinds = {}
-    for loader in loaders:
-        key = (loader.line, loader.size, loader.subset, loader.trains(), loader.evaluates())
-        first = kinds.setdefault(str(key), loader)
-        if first is not loader:
-            first.epochs += loader.epochs
-    return list(kinds.values())
+    kept = {}  # the loader: (its kind, the number of the newest one that is merged into it)
+    for number, loader in enumerate(loaders):
+        kind = (loader.line, loader.size, loader.subset, loader.trains(), loader.evaluates())
+        for first, (kind_of_first, newest) in kept.items():
+            if kind == kind_of_first and newest < loader.older:  # else both exist side by side
+                first.epochs += loader.epochs
+                kept[first] = kind, number
+                break
+        else:
+            kept[loader] = kind, number
+    return list(kept)

@@ -308,6 +308,15 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "two loaders that are made at one line": [
+        (
+            "loader = DataLoader(data, batch_size=4, sampler=sampler)",
+            "loader, other = [\n    DataLoader(data, batch_size=4, sampler=of)\n"
+            "    for of in (sampler, DistributedSampler(data))\n]",
+        ),
+        ("    for x, y in loader:", "    for (x, y), _ in zip(loader, other):"),
+        ("range(2):", "range(1):"),
+    ],
     "a batch read before the training, and one before an evaluation of all samples": [
         ("batch_size=5, sampler=range(rank, 21, world_size)", "batch_size=5"),
         ("for epoch in range(2):", "next(iter(test_loader))\nfor epoch in range(2):"),
