@@ -681,8 +681,8 @@ def together(lists):
 
 
 def equal(values):
-    """Return whether the values of all ranks are equal."""
-    return all(value == values[0] for value in values)
+    """Return whether the values of all ranks are equal: NaN equals NaN."""
+    return all(value == values[0] or repr(value) == repr(values[0]) for value in values)
 
 
 def first_difference(lists):

@@ -308,6 +308,9 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "a score that is NaN on all ranks": [
+        ("scheduler.step(total.item())", "scheduler.step(torch.nan)")
+    ],
     "two loaders that are made at one line": [
         (
             "loader = DataLoader(data, batch_size=4, sampler=sampler)",
