@@ -52,7 +52,8 @@ def judge(runs):
 def check_settings(runs, judgment):
     """Compare learning rates and other settings, loss scales, and numbers of training steps."""
     follow = different_follow(runs)
-    settings = [[step["settings"] for step in run.steps] for run in runs]
+    all_steps = shared_steps(runs)
+    settings = [[step["settings"] for step in steps] for steps in all_steps]
     if different := first_difference(settings):
         k, settings = different
         name, values = different_setting(settings)
@@ -78,13 +79,20 @@ def check_settings(runs, judgment):
             f"the loss scales of the ranks differ after update {k + 1}: {values_of(runs, scales)}. "
             "A rank skipped a step that the others made: their gradients were not averaged"
         )
-    counts = [len(run.steps) for run in runs]
+    counts = [len(steps) for steps in all_steps]
     ended = all(run.end and run.end["why"] == "end" for run in runs)
     if ended and not equal(counts):
         judgment.found.append(
             f"the ranks made different numbers of training steps: {values_of(runs, counts)}. Each "
             f"rank needs the same number of batches ({DATA}#uneven-shares)"
         )
+
+
+def shared_steps(runs):
+    """Return the steps of each rank, but those of an optimizer that not all ranks have."""
+    of_ranks = [{step["optimizer"] for step in run.steps} for run in runs]
+    shared = set.intersection(*of_ranks) or set.union(*of_ranks)
+    return [[step for step in run.steps if step["optimizer"] in shared] for run in runs]
 
 
 def different_setting(settings):
@@ -110,7 +118,8 @@ def different_follow(runs):
 def check_weights(runs, judgment):
     """Compare the weights after each training step."""
     compared = set()
-    for k, steps in enumerate(together(run.steps for run in runs)):
+    for steps in together(shared_steps(runs)):
+        k = steps[0]["k"]
         if not equal([step["optimizer"] for step in steps]):
             judgment.found.append(
                 f"the ranks stepped different optimizers in training step {k + 1}: "
@@ -120,7 +129,7 @@ def check_weights(runs, judgment):
         different = different_places([step["weights"] for step in steps])
         if different:
             if equal([step["settings"] for step in steps]):
-                judgment.found.append(explain_weights(runs, k, different))
+                judgment.found.append(explain_weights(runs, steps, different))
             return  # else other settings explain it, and were named
         known = [number for number in steps[0]["weights"] if number is not None]
         compared.add((steps[0]["optimizer"], len(known)))
@@ -131,9 +140,9 @@ def check_weights(runs, judgment):
         judgment.notes.append("sharded weights are not compared")
 
 
-def explain_weights(runs, k, different):
-    """Say why these weights differ after step k."""
-    steps = [run.steps[k] for run in runs]
+def explain_weights(runs, steps, different):
+    """Say why these weights differ after these steps, one per rank."""
+    k = steps[0]["k"]
     optimizers = [step["parameters"] for step in steps]
     optimizer = optimizers[0]
     names = name_some([optimizer["names"][place] or "?" for place in different])

@@ -142,7 +142,8 @@ class Run:
             case "optimizer":
                 self.optimizers[event["optimizer"]] = event
             case "step":
-                self.steps.append(event | {"parameters": self.optimizers[event["optimizer"]]})
+                parameters = self.optimizers[event["optimizer"]]
+                self.steps.append(event | {"parameters": parameters, "k": len(self.steps)})
             case "forward":
                 self.read_forward(event)
             case "backward":

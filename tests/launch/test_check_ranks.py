@@ -308,6 +308,14 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "a second model that rank 0 trains alone": [
+        (
+            "    if rank == 0:\n",
+            "    if rank == 0:\n        probe = nn.Linear(8, 2)\n"
+            "        probe_optimizer = torch.optim.SGD(probe.parameters(), lr=1)\n"
+            "        probe(x).sum().backward()\n        probe_optimizer.step()\n",
+        ),
+    ],
     "a score that is NaN on all ranks": [
         ("scheduler.step(total.item())", "scheduler.step(torch.nan)")
     ],
