@@ -51,6 +51,8 @@ COLLECTIVES = (
     *("barrier", "monitored_barrier"),
 )
 SOURCES = ("torch", "GPU", "numpy", "random")  # of random numbers
+# of a DTensor, of a FlatParameter of FSDP, and of the original parameters in it
+SHARD_MARKS = ("placements", "_local_shard", "_fsdp_flattened")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 exit_process = os._exit
@@ -677,7 +679,7 @@ def fingerprints(tensors):
 
 def is_whole(tensor):
     """Return whether a rank has all of a tensor, not a shard of it."""
-    sharded = hasattr(tensor, "placements") or hasattr(tensor, "_local_shard")
+    sharded = any(hasattr(tensor, mark) for mark in SHARD_MARKS)
     return not sharded and tensor.layout == torch.strided
 
 

@@ -308,6 +308,21 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "parameters sharded by FSDP, under their original names": [
+        ("nn.BatchNorm1d(8), ", ""),
+        (
+            "from torch import nn\n",
+            "from torch import nn\nfrom torch.distributed.fsdp import FullyShardedDataParallel\n",
+        ),
+        (
+            "ddp = DistributedDataParallel(net)",
+            "options = {'use_orig_params': True, 'device_id': torch.device('cpu')}\n"
+            "ddp = FullyShardedDataParallel(net, **options)",
+        ),
+        ("batch_size=5", "batch_size=6"),  # as many batches on each rank
+        ("cross_entropy(net(x)", "cross_entropy(ddp(x)"),
+        ('torch.save(net.state_dict(), "net.pt")', "pass"),
+    ],
     "a second model that rank 0 trains alone": [
         (
             "    if rank == 0:\n",
