@@ -93,6 +93,8 @@ class Recorder:
         self.held = {}  # a parameter: the number of its DDP
         self.used = Counter()  # a parameter of a DDP that looks for unused ones: times it was used
         self.root = None  # the module whose forward pass runs, and which no other module calls
+        self.root_pass = 0  # the number of this forward pass
+        self.passes = 0  # forward passes that were noted
         self.loader_lines = {}  # id of a loader: where it was made, and how many were used before
         self.loaders = {}  # a loader: its number, from its first pass on
         self.index_samplers = {}  # id of a loader's sampler of batches: the loader's number
@@ -110,7 +112,7 @@ class Recorder:
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
         register_module_forward_pre_hook(self.before_forward)
-        register_module_forward_hook(self.after_forward, always_call=True)
+        register_module_forward_hook(self.after_forward, with_kwargs=True, always_call=True)
         # init_device_mesh() has a name of its own for the function
         for owner in (dist, dist.distributed_c10d, dist.device_mesh):
             replace(owner, "init_process_group", self.join)
@@ -242,6 +244,7 @@ class Recorder:
             return  # a loss function, a transform of images
         if self.root is None:
             self.root = module
+            self.root_pass = self.passes
             if any(parameter not in self.names for parameter in parameters):
                 for name, parameter in module.named_parameters():
                     self.names.setdefault(parameter, name)
@@ -263,6 +266,7 @@ class Recorder:
             if not any(of.will_sync_module_buffers() for of in ddps):  # else rank 0's are taken
                 values["statistics"] = fingerprints(buffers)
             values["weights"] = fingerprints(model.parameters())
+        self.passes += 1
         self.add(
             "forward",
             model=type(module.module if ddp else module).__name__,
@@ -278,9 +282,13 @@ class Recorder:
         )
         self.flush()  # a collective that the other ranks do not call may end this process
 
-    def after_forward(self, module, args, output):
+    def after_forward(self, module, args, kwargs, output=None):
         if module is self.root:
             self.root = None
+            # The hook before it gets no kwargs. After an error this one gets None in their place.
+            if kwargs and module.training:
+                inputs = hashes_of_samples((args, kwargs))
+                self.add("inputs", forward=self.root_pass, hashes=inputs)
             self.mark("forward")
 
     def backward(self, real, *args, **kwargs):

@@ -146,6 +146,9 @@ class Run:
                 self.steps.append(event | {"parameters": parameters, "k": len(self.steps)})
             case "forward":
                 self.read_forward(event)
+            case "inputs":
+                number = event["forward"]
+                self.forwards[number] = self.forwards[number]._replace(inputs=event["hashes"])
             case "backward":
                 if not event["in_step"]:  # LBFGS computes gradients several times in a step
                     self.micro_steps.append((len(self.steps), self.passes, self.batches))

@@ -223,6 +223,12 @@ MISTAKES = {
         RANDOM_BATCHES,
         r"ranks 0 and 1 have the same input in 16 of 16 forward passes of Sequential",
     ],
+    "random batches as keyword arguments": [
+        ("torch.manual_seed(100 + rank)\n", ""),
+        RANDOM_BATCHES,
+        ("ddp(x)", "ddp(input=x)"),
+        r"ranks 0 and 1 have the same input in 16 of 16 forward passes of Sequential",
+    ],
     "same dropout": [
         ("torch.manual_seed(100 + rank)\n", ""),
         r"all ranks draw the same random numbers in the forward pass \(dropout\), from torch:",
