@@ -10,6 +10,8 @@ from rank_watch.calls import differences, join
 SAME_SHARE = 0.1  # of the forward passes: fewer equal ones may be equal by chance
 COPY = "docs/copy-setup-distributed.md"
 DATA = "docs/data-loading.md"
+RIGHT_IN_PARTS = "Right if each rank holds a part of the model, or the weights are averaged later"
+RIGHT_IF_SHARED = "Right if ranks share batches, as under model parallelism"
 
 
 class Judgment(NamedTuple):
@@ -31,11 +33,14 @@ def judge(runs):
     else:
         check_settings(runs, judgment)
         check_weights(runs, judgment)
+    if any(run.tensor_parallel for run in runs):
+        judgment.notes.append(
+            "under tensor parallelism ranks share batches and random numbers: neither was compared"
+        )
+    else:
+        for check in (check_training_data, check_inputs, check_random_numbers, check_evaluation):
+            check(runs, judgment)
     for check in (
-        check_training_data,
-        check_inputs,
-        check_random_numbers,
-        check_evaluation,
         check_evaluated_model,
         check_accumulation,
         check_unused,
@@ -154,12 +159,13 @@ def explain_weights(runs, steps, different):
     if not runs[0].models:
         cause = (
             "No DistributedDataParallel was made, so each rank trains a model of its own: wrap the "
-            "model"
+            f"model. {RIGHT_IN_PARTS}"
         )
     elif None in models:
         cause = (
             "No DistributedDataParallel holds these parameters, so their gradients are not "
-            "averaged: wrap their model too, and wrap it after the last layer is added or unfrozen"
+            "averaged: wrap their model too, and wrap it after the last layer is added or "
+            f"unfrozen. {RIGHT_IN_PARTS}"
         )
     elif different_places([optimizer["before"] for optimizer in optimizers]):
         cause = (
@@ -270,6 +276,7 @@ def find_shared_samples(runs, loaders):
     loader = loaders[0]
     world_size = len(runs)
     where = f"({loader.sampler} at {loader.line})"
+    use_sampler = USE_SAMPLER if runs[0].models else f"{USE_SAMPLER}. {RIGHT_IF_SHARED}"
     whole = all(one.share is not None and one.share >= (one.size or math.inf) for one in loaders)
     if loader.subset is not None and not most_shared([set(one.subset) for one in loaders]):
         return None  # a share that was taken by hand
@@ -293,7 +300,7 @@ def find_shared_samples(runs, loaders):
             continue
         example = next(a & b for a, b in itertools.combinations(sets, 2) if a & b)
         seeds = [one.seed for one in loaders]
-        remedy = USE_SAMPLER
+        remedy = use_sampler
         if not equal([str(seed) for seed in seeds]):
             remedy = (
                 f"The seed of the {loader.sampler} differs: {values_of(runs, seeds)}. It must be "
@@ -308,7 +315,7 @@ def find_shared_samples(runs, loaders):
     if whole and loader.sampler in ("RandomSampler", "SequentialSampler"):
         return (
             f"each of the {world_size} ranks reads the whole data set ({loader.size:,} samples per "
-            f"epoch, {loader.sampler} at {loader.line}): {world_size} epochs in one. {USE_SAMPLER}"
+            f"epoch, {loader.sampler} at {loader.line}): {world_size} epochs in one. {use_sampler}"
         )
     return None
 
@@ -421,8 +428,8 @@ def check_inputs(runs, judgment):
             f"{len(all_inputs)} forward passes of {model} ({same[0][0].line}). Batches that are "
             "cut from the data in order must be cut from another part of it on each rank. Random "
             "batches and noise need another seed on each rank, set after the model is made: "
-            "torch.manual_seed(seed + rank), and numpy's and Python's too if you draw with them "
-            f"({COPY})"
+            "torch.manual_seed(seed + rank), and numpy's and Python's too if you draw with them. "
+            f"{RIGHT_IF_SHARED} ({COPY})"
         )
     if passes and not any_same and not any("different data" in text for text in judgment.compared):
         count = sum(map(len, passes.values()))

@@ -248,6 +248,8 @@ class Recorder:
             if any(parameter not in self.names for parameter in parameters):
                 for name, parameter in module.named_parameters():
                     self.names.setdefault(parameter, name)
+                if is_tensor_parallel(module):
+                    self.add("tensor parallel")
         self.mark("outside")
         self.add_forward(module, args, ddp)
 
@@ -689,6 +691,13 @@ def is_whole(tensor):
     """Return whether a rank has all of a tensor, not a shard of it."""
     sharded = any(hasattr(tensor, mark) for mark in SHARD_MARKS)
     return not sharded and tensor.layout == torch.strided
+
+
+def is_tensor_parallel(module):
+    """Return whether its parameters are divided otherwise than once, by fully_shard()."""
+    by_fsdp = any(hasattr(part, "_get_fsdp_state") for part in module.modules())
+    placements = [getattr(parameter, "placements", ()) for parameter in module.parameters()]
+    return any(sum(not one.is_replicate() for one in of) > by_fsdp for of in placements)
 
 
 def hash_of(value):

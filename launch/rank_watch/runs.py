@@ -120,6 +120,7 @@ class Run:
         self.writes = []
         self.calls = []
         self.joins = False  # DistributedDataParallel.join(): ranks may make fewer steps than others
+        self.tensor_parallel = False
         self.is_cut = False  # --epoch-steps has ended an epoch
         self.messages = []  # what the script called that sends messages: (name, line, group)
         self.end = None  # the event "done", or None: the process ended without a word
@@ -146,6 +147,8 @@ class Run:
                 self.steps.append(event | {"parameters": parameters, "k": len(self.steps)})
             case "forward":
                 self.read_forward(event)
+            case "tensor parallel":
+                self.tensor_parallel = True
             case "inputs":
                 number = event["forward"]
                 self.forwards[number] = self.forwards[number]._replace(inputs=event["hashes"])

@@ -314,6 +314,19 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "tensor parallelism": [
+        (
+            "ddp = DistributedDataParallel(net)",
+            "from torch.distributed.tensor import parallel\n"
+            "mesh = dist.init_device_mesh('cpu', (2,))\n"
+            "layers = {'0': parallel.ColwiseParallel(), '3': parallel.RowwiseParallel()}\n"
+            "ddp = parallel.parallelize_module(net, mesh, layers)",
+        ),
+        ("nn.BatchNorm1d(8), ", "nn.ReLU(), "),
+        ("torch.manual_seed(100 + rank)\n", ""),
+        ("sampler=sampler)", "shuffle=True)"),
+        ("batch_size=5, sampler=range(rank, 21, world_size)", "batch_size=5"),
+    ],
     "parameters sharded by FSDP, under their original names": [
         ("nn.BatchNorm1d(8), ", ""),
         (
