@@ -8,8 +8,8 @@ from launch.checks.verdicts import Check, worst
 
 PATIENCE = 2  # seconds
 LINE = re.compile(  # [ 4711.123456] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, ...
-    r"(?:\[ *(?P<seconds>\d+\.\d+)\].*)?NVRM: Xid \((?:PCI:)?(?P<bus>[\da-fA-F:.]+)\): "
-    r"(?P<number>\d+)"
+    r"(?:\[ *(?P<seconds>\d+\.\d+)\].*)?NVRM: Xid \((?:PCI:)?(?P<bus>[\da-fA-F:.]+)"
+    r"[^)]*\): (?P<number>\d+)"  # behind the bus, the part of a GPU that MIG divides: GPU-I:05
 )
 CATALOGUE = "https://docs.nvidia.com/deploy/xid-errors/"
 REBOOT = "reboot {host}; if it comes back, leave {host} out (sbatch --exclude={host})"

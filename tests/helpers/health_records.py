@@ -116,6 +116,10 @@ XID_95 = (
     "[16450076.435595] NVRM: Xid (PCI:0000:01:00): 95, pid=7062, "
     "Uncontained: LTC TAG (0x2,0x0). RST: Yes, D-RST: No"
 )
+XID_94 = (  # of a MIG device
+    "NVRM: Xid (PCI:0000:01:00 GPU-I:05): 94, pid=7194, "
+    "Contained: CE User Channel (0x9). RST: No, D-RST: No"
+)
 XID_31 = "NVRM: Xid (0000:01:00): 31, Ch 0000000b, engmask 00000120, intr 10000000"
 XID_14 = "[  966.503025] NVRM: Xid (0000:03:00): 14, Channel 00000001"
 OTHER_LINES = """[    0.000000] Linux version 6.8.0-106-generic

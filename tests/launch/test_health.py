@@ -18,6 +18,7 @@ from health_records import (
     XID_31,
     XID_63,
     XID_79,
+    XID_94,
     XID_95,
     answer,
 )
@@ -178,6 +179,7 @@ def test_the_worst_xid_is_named_with_its_gpu_and_what_to_do(programs, monkeypatc
         (check(XID_63, OTHER_LINES, XID_79, XID_31), "warn", f"{worst}, 3 h ago (and 1", reboot),
         (check(XID_14, XID_79, again), "warn", f"{worst}, 2 times, 10 min ago (and 1", reboot),
         (check(XID_14), "warn", "GPU 0000:03:00: Xid 14 (not listed here)", xids.CATALOGUE),
+        (check(XID_94), "warn", "n0, GPU 0000:01:00: Xid 94 (contained", "start the job again"),
         (check(OTHER_LINES), "ok", "none in the kernel's log", ""),
         (check(XID_31), "ok", "none that points to hardware: 31", ""),
         (check(NOT_ALLOWED, code=1), "ok", f"not known on n0 ({NOT_ALLOWED}): sudo dmesg", ""),
