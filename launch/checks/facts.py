@@ -107,7 +107,8 @@ def device_facts(device):
 
 def has_nvidia_gpus():
     """Return whether this machine has NVIDIA GPUs that are not hidden from this process."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    # NoDevFiles: by older Slurm, for a job without GPUs
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     return not hidden and NVIDIA.is_dir() and any(NVIDIA.iterdir())
 
 
