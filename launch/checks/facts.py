@@ -157,14 +157,15 @@ def nccl_address(wanted, addresses):
     """Return NCCL's (interface, address), as NCCL's ncclFindInterfaces chooses it.
 
     Args:
-        wanted: NCCL_SOCKET_IFNAME, which lists prefixes of names, with = whole names, with ^ those
-            to leave out. None: ib; anything but docker, lo and virbr; docker; lo; virbr.
+        wanted: NCCL_SOCKET_IFNAME, which lists prefixes of names, with = whole names, with ^ or
+            ^= those to leave out. None: ib; anything but docker, lo and virbr; docker; lo; virbr.
         addresses: {name: address}.
     """
     for names in [wanted] if wanted else ["ib", "^docker,lo,virbr", "docker", "lo", "virbr"]:
-        prefixes = tuple(names.lstrip("^=").split(","))
+        listed = names.removeprefix("^")
+        prefixes = tuple(listed.removeprefix("=").split(","))
         for name, address in addresses.items():
-            is_listed = name in prefixes if names.startswith("=") else name.startswith(prefixes)
+            is_listed = name in prefixes if listed.startswith("=") else name.startswith(prefixes)
             if is_listed != names.startswith("^"):
                 return name, address
     return wanted, None

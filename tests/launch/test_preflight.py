@@ -350,6 +350,7 @@ def test_the_interface_of_a_backend_is_found_in_its_own_order(monkeypatch):
         ("nccl", "=eth", "lo eth0 eth1", None),
         ("nccl", "=eth1", "lo eth10 eth1", "eth1"),
         ("nccl", "^eth0,lo,docker", "lo docker0 eth0 eth1", "eth1"),
+        ("nccl", "^=lo,eth0", "lo eth0 eth01", "eth01"),
         ("nccl", "ib", "lo eth0", None),
         ("gloo", "eth1,eth0", "lo eth0 eth1", "eth1"),
         ("gloo", "eth9", "lo eth0 eth1", None),
