@@ -21,6 +21,8 @@ from launch.checks.xids import ask_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # the request for an interface's address; in linux/sockios.h
+IPV6 = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags, name of an interface
+LINK = "20"  # the scope of an address that is valid on one link alone
 # The driver lists its GPUs here, even if torch cannot use them.
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 VARIABLES = [  # of the environment, only these are told
@@ -131,7 +133,7 @@ def unusable_gpus():
 
 
 def interfaces():
-    """Return {name: address} of the network interfaces here that have an IPv4 address."""
+    """Return {name: address} of the network interfaces here: the IPv4 address, or else IPv6."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -139,6 +141,10 @@ def interfaces():
             with contextlib.suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, request)
                 addresses[name] = socket.inet_ntoa(answer[20:24])
+    for line in IPV6.read_text().splitlines() if IPV6.exists() else []:
+        digits, _, _, scope, _, name = line.split()
+        if scope != LINK:
+            addresses.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return addresses
 
 

@@ -363,6 +363,21 @@ def test_the_interface_of_a_backend_is_found_in_its_own_order(monkeypatch):
         assert name in (expected, wanted)
 
 
+def test_an_interface_with_only_ipv6_has_an_address(tmp_path, monkeypatch):
+    """An address for the link alone, as fe80::1, cannot be used without the link's name."""
+    lines = [
+        "fd000000000000000000000000000001 02 40 00 80     eth7",
+        "fe800000000000000000000000000001 03 40 20 80     eth8",
+        "00000000000000000000000000000001 01 80 10 80       lo",
+    ]
+    monkeypatch.setattr(facts, "IPV6", tmp_path / "if_inet6")
+    before = facts.interfaces()
+    facts.IPV6.write_text("\n".join(lines) + "\n")
+    assert before["lo"] == "127.0.0.1" and facts.interfaces() == before | {"eth7": "fd00::1"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert facts.own_address("gloo") == ("eth7", "fd00::1")
+
+
 def test_a_machine_connects_to_the_listeners_of_others():
     listener = network.Listener("n1", "127.0.0.1")
     other = socket.create_server(("127.0.0.1", 0))  # which is no listener of ours
