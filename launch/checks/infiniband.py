@@ -115,19 +115,19 @@ def machine_faults(infiniband):
 
 
 def differences(ports):
-    """Yield what differs between ports that have the same name on several machines.
+    """Yield which ports differ between machines, or are missing on one that has others.
 
     A port without a cable is DOWN everywhere. One that is DOWN or slow on one machine is broken.
     """
-    texts = {}  # {port: {text: hosts}}
-    for host, machine in ports.items():
-        for port, text in machine.items():
-            texts.setdefault(port, {}).setdefault(text, []).append(host)
-    for port, by_text in texts.items():
+    for port in dict.fromkeys(port for machine in ports.values() for port in machine):
+        by_text = {}  # {text: hosts}
+        for host, machine in ports.items():
+            if machine:  # machine_faults() names a machine without any
+                by_text.setdefault(machine.get(port, "missing"), []).append(host)
         if len(by_text) > 1:
             found = "; ".join(f"{text} on {', '.join(hosts)}" for text, hosts in by_text.items())
             yield (
                 "warn",
                 f"{port} is {found}",
-                "ibstat on these machines: a cable, a port of the switch or a setting differs",
+                "ibstat on these machines: an adapter, cable, switch port or setting differs",
             )

@@ -223,10 +223,13 @@ def test_what_makes_nccl_use_tcp_in_silence_is_named(adapters, monkeypatch):
 
     slower = {"mlx5_0:1": "ACTIVE, 100 Gb/sec (2X HDR)"}
     speeds = "ACTIVE, 200 Gb/sec (4X HDR) on n0; ACTIVE, 100 Gb/sec (2X HDR) on n1"
+    second = infiniband.infiniband_facts()["ports"] | {"mlx5_1:1": "ACTIVE, 200 Gb/sec (4X HDR)"}
+    missing = "mlx5_1:1 is missing on n0; ACTIVE, 200 Gb/sec (4X HDR) on n1"
     disabled = both(ports={}, disable="1")
     assert_verdicts(
         (both(), "ok", "ACTIVE, 200 Gb/sec (4X HDR); DOWN, 40 Gb/sec (4X QDR)", ""),
         (both(ports=slower), "warn", f"mlx5_0:1 is {speeds}", "ibstat"),
+        (both(ports=second), "warn", missing, "ibstat"),
         (both(ports={}), "warn", "n1: no adapter, while another machine has", "NCCL_IB_DISABLE=1"),
         (disabled, "ok", "not used, because NCCL_IB_DISABLE=1", ""),
     )
