@@ -195,10 +195,13 @@ def check_versions(all_facts):
             found = list_groups(values, key)
             machines = sorted({fact["host"] for fact in all_facts if fact[key] != first[key]})
             what = f"pip install torch=={first['torch'].partition('+')[0]}"
+            verdict = "FAIL"
             if key == "python":
                 what = f"Python {first['python']}"
+                minors = {version.rpartition(".")[0] for version in values}
+                verdict = "FAIL" if len(minors) > 1 else "warn"  # 3.12.1 and 3.12.2 work together
             change = f"the same on all machines: {what} on {', '.join(machines)}"
-            return Check("versions", "FAIL", found, change)
+            return Check("versions", verdict, found, change)
     drivers = {version: ranks for version, ranks in group(all_facts, "driver").items() if version}
     if len(drivers) > 1:  # a warning: CUDA runs with any driver that is new enough for it
         change = "the same NVIDIA driver on all machines, if one of them is slow or fails"

@@ -207,10 +207,12 @@ def test_versions_that_differ_are_named_with_the_machine_to_change():
     same = "the same on all machines: pip install torch==2.9.0 on n1"
     driver = "driver 550.54 on rank 0; driver 535.161 on rank 2"
     python = "python 3.12.1 on rank 0; python 3.9.1 on rank 2"
+    patch = "python 3.12.1 on rank 0; python 3.12.11 on rank 2"
     assert_verdicts(
         (check(torch="2.9.1"), "FAIL", "torch 2.9.0 on rank 0; torch 2.9.1 on rank 2", same),
         (check(nccl="2.27.5"), "FAIL", "nccl None on rank 0; nccl 2.27.5 on rank 2", same),
         (check(python="3.9.1"), "FAIL", python, "Python 3.12.1 on n1"),
+        (check(python="3.12.11"), "warn", patch, "Python 3.12.1 on n1"),
         (check(driver="535.161"), "warn", driver, "the same NVIDIA driver"),
         (check(driver="550.54"), "ok", "driver 550.54 everywhere", ""),
     )
