@@ -171,7 +171,11 @@ def check_network(all_facts, attempts):
 
 def check_port(all_facts):
     """Linux gives the port of rank 0 to no other connection."""
-    port = int(all_facts[0]["variables"].get("MASTER_PORT", 0))
+    text = all_facts[0]["variables"].get("MASTER_PORT", "")
+    port = int(text) if text.isdecimal() else 0
+    if text and not 1 <= port <= 65535:  # one process alone does not use it
+        found = f"MASTER_PORT={text}: expected a number from 1 to 65535"
+        return Check("port", "warn", found, "export MASTER_PORT=29500, or unset it")
     with contextlib.suppress(OSError):
         first, last = map(int, PORTS.read_text().split())
         # torchrun picks a free one of these.

@@ -277,6 +277,9 @@ def test_clocks_threads_memory_and_ports_that_do_not_fit_are_named():
         (port(least), "warn", f"Linux may give MASTER_PORT={least}", "MASTER_PORT=29500"),
         (port(least, launcher="torchrun"), "ok", least, ""),  # which has found it free
         (port("29500"), "ok", "MASTER_PORT=29500", ""),
+        (port(""), "ok", "chosen by the launcher", ""),  # one process needs no port
+        (port("29500x"), "warn", "MASTER_PORT=29500x: expected a number from 1 to 65535", "=29500"),
+        (port("0"), "warn", "MASTER_PORT=0: expected", "MASTER_PORT=29500, or unset it"),
     )
 
 
