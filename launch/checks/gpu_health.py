@@ -104,10 +104,15 @@ def read_gpu(gpu):
         "uncorrected": count_uncorrected(gpu.find("ecc_errors/volatile")),
         "uncorrected_ever": count_uncorrected(gpu.find("ecc_errors/aggregate")),
         "waits_for_reset": any_yes(
-            "remapped_rows/remapped_row_pending", "retired_pages/pending_retirement"
+            "remapped_rows/remapped_row_pending",
+            "retired_pages/pending_retirement",
+            "ecc_errors/channel_repair_pending",  # newer drivers
+            "ecc_errors/tpc_repair_pending",
         ),
         "is_worn_out": any_yes(
-            "remapped_rows/remapped_row_failure", "ecc_errors/aggregate/sram_threshold_exceeded"
+            "remapped_rows/remapped_row_failure",
+            "ecc_errors/aggregate/sram_threshold_exceeded",
+            "ecc_errors/unrepairable_memory",
         ),
         "recovery": recovery if re.search("Reset|Reboot|Drain", recovery) else None,
         "slowdowns": [
@@ -166,14 +171,15 @@ def used_gpus(gpus, host, all_facts):
 def gpu_faults(gpu):
     """Yield (verdict, what was found, what to do) for all that is wrong with a GPU."""
     if gpu["recovery"]:
-        yield "FAIL", f"the driver asks for this recovery: {gpu['recovery']}", RESET
+        change = "reboot {host}" if gpu["recovery"] == "Reboot" else RESET
+        yield "FAIL", f"the driver asks for this recovery: {gpu['recovery']}", change
     if gpu["is_worn_out"]:
         yield "FAIL", "its memory has more errors than it can replace", LEAVE_OUT
     if gpu["uncorrected"]:
         found = f"{gpu['uncorrected']} uncorrected memory error(s) since the driver started"
         yield "warn", found, RESET
     elif gpu["waits_for_reset"]:
-        yield "warn", "broken memory is replaced at the next reset", RESET
+        yield "warn", "a repair waits for the next reset", RESET
     if gpu["slowdowns"]:
         name = gpu["slowdowns"][0]
         yield (

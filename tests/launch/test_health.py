@@ -65,10 +65,11 @@ def health(programs):
 def test_a_sick_gpu_is_named_with_what_to_do(health):
     asks = "the driver asks for this recovery"
     worn = "its memory has more errors than it can replace"
-    waits = "broken memory is replaced at the next reset"
+    waits = "a repair waits for the next reset"
     since = "uncorrected memory error(s) since the driver started"
     slow = "slowed down, {} ({}): 45 C, 2040 MHz of 2040 MHz".format
     drain = "<gpu_recovery_action>Drain P2P</gpu_recovery_action><temperature>"
+    repair = "<{0}>Yes</{0}></ecc_errors>".format  # of newer drivers
     faults = [
         ("<temperature>", drain, "FAIL", f"{asks}: Drain P2P"),
         ("<reset_required>No", "<reset_required>Yes", "FAIL", f"{asks}: Reset"),
@@ -77,6 +78,9 @@ def test_a_sick_gpu_is_named_with_what_to_do(health):
         ("<dram_uncorrectable>0<", "<dram_uncorrectable>2<", "warn", f"2 {since}"),
         ("<remapped_row_pending>No", "<remapped_row_pending>Yes", "warn", waits),
         ("<pending_retirement>N/A", "<pending_retirement>Yes", "warn", waits),
+        ("</ecc_errors>", repair("channel_repair_pending"), "warn", waits),
+        ("</ecc_errors>", repair("tpc_repair_pending"), "warn", waits),
+        ("</ecc_errors>", repair("unrepairable_memory"), "FAIL", worn),
     ]
     for name, why in gpu_health.SLOWDOWNS.items():
         reason = f"<clocks_event_reason_{name}>"
@@ -86,6 +90,9 @@ def test_a_sick_gpu_is_named_with_what_to_do(health):
         (health(L4, SECOND.replace(before, after, 1)), verdict, f"{second}: {found}", "n0")
         for before, after, verdict, found in faults
     ]
+    reboot = health(L4.replace("<temperature>", drain.replace("Drain P2P", "Reboot")))
+    assert_verdicts((reboot, "FAIL", f"{asks}: Reboot", "reboot n0"))
+    assert reboot.change == "reboot n0"
     waiting = L4.replace("pending>No", "pending>Yes")
     both = health(waiting, SECOND.replace("failure>No", "failure>Yes"))
     assert_verdicts(*rows, (both, "FAIL", f"{second}: {worn} (and 1 more)", "leave n0 out"))
@@ -97,10 +104,10 @@ def test_healthy_gpus_are_described_whatever_they_do_not_know(health):
     ever = "<dram_uncorrectable>4<".join(L4.rsplit("<dram_uncorrectable>0<", 1))
     busy = ever.replace(f"{cap}Not ", cap).replace("2040", "1980")
     first = SECOND.replace("45 C", "51 C")
+    warning = answer(L4) + "WARNING: infoROM is corrupted at gpu 0000:0B:00.0\n"
     process = "<processes><process_name>a && b < c</process_name></processes></gpu>"
     two = "2 GPU(s), 45 to 51 C, 1980 to 2040 MHz, 4 uncorrected memory error(s) ever counted"
     old = "2 GPU(s), 49 C, 480 MHz, memory errors are not counted (no ECC)"
-    warning = answer(L4) + "WARNING: infoROM is corrupted at gpu 0000:0B:00.0\n"
     nobody = gpu_health.check_gpu_health([fact(0), fact(1)])
     assert_verdicts(
         (health(first, busy), "ok", two, ""),
