@@ -18,6 +18,9 @@ SLOWDOWNS = {
     "hw_power_brake_slowdown": "power brake",
     "hw_slowdown": "hardware slowdown",
 }
+# What nvidia-smi prints instead of a value if the driver cannot ask the GPU
+ERRORS = re.compile("requires reset|is lost|Unknown Error|ERR!")
+FALLEN_OFF = 15  # an exit code of nvidia-smi: a GPU has fallen off the bus
 LEAVE_OUT = "leave {host} out (sbatch --exclude={host}) and tell its administrator"
 RESET = (
     "nvidia-smi --gpu-reset -i {bus} on {host}, as root and with no process on the GPU; or reboot"
@@ -49,17 +52,21 @@ def ask_nvidia_smi():
     # A GPU that is lost is a line beside the XML of the others.
     lost = re.search(r"^Unable to determine the device handle.*", output, re.MULTILINE)
     problem = None
+    verdict = "FAIL"
+    change = "reboot {host}, or leave it out: sbatch --exclude={host}"
     if lost:
         problem = f"nvidia-smi: {lost[0]}"
     elif not gpus:
         first_line = (output.strip() or f"exit code {code}, no output").splitlines()[0]
         problem = f"nvidia-smi: {first_line[:200]}"
-    return {
-        "gpus": gpus,
-        "verdict": "FAIL",
-        "problem": problem,
-        "change": "reboot {host}, or leave it out: sbatch --exclude={host}",
-    }
+    elif code:
+        beside = re.sub(r"<\?xml.*</nvidia_smi_log>", "", output, flags=re.DOTALL).split("\n")
+        lines = [f"exit code {code}", *filter(None, beside)]
+        problem = f"nvidia-smi: {', '.join(lines)[:200]}"
+        if code != FALLEN_OFF:
+            verdict = "warn"
+            change = "run nvidia-smi -q on {host}; if it stays, " + LEAVE_OUT
+    return {"gpus": gpus, "verdict": verdict, "problem": problem, "change": change}
 
 
 def read_gpus(output):
@@ -93,6 +100,7 @@ def read_gpu(gpu):
     recovery = text("gpu_recovery_action")  # drivers from R565 on
     if any_yes("gpu_reset_status/reset_required"):
         recovery = "Reset"
+    values = map(text, ("temperature/gpu_temp", "clocks/sm_clock", "ecc_mode/current_ecc"))
     active = {child.tag for child in gpu.iter() if (child.text or "").strip() == "Active"}
     return {
         "bus": gpu.get("id", "")[-12:],  # 0000:3b:00.0
@@ -114,6 +122,7 @@ def read_gpu(gpu):
             "ecc_errors/aggregate/sram_threshold_exceeded",
             "ecc_errors/unrepairable_memory",
         ),
+        "error": next(filter(ERRORS.search, values), None),
         "recovery": recovery if re.search("Reset|Reboot|Drain", recovery) else None,
         "slowdowns": [
             name
@@ -173,6 +182,8 @@ def gpu_faults(gpu):
     if gpu["recovery"]:
         change = "reboot {host}" if gpu["recovery"] == "Reboot" else RESET
         yield "FAIL", f"the driver asks for this recovery: {gpu['recovery']}", change
+    if gpu["error"]:
+        yield "FAIL", f"nvidia-smi reports '{gpu['error']}' instead of a value", RESET
     if gpu["is_worn_out"]:
         yield "FAIL", "its memory has more errors than it can replace", LEAVE_OUT
     if gpu["uncorrected"]:

@@ -70,6 +70,7 @@ def test_a_sick_gpu_is_named_with_what_to_do(health):
     slow = "slowed down, {} ({}): 45 C, 2040 MHz of 2040 MHz".format
     drain = "<gpu_recovery_action>Drain P2P</gpu_recovery_action><temperature>"
     repair = "<{0}>Yes</{0}></ecc_errors>".format  # of newer drivers
+    lost = "nvidia-smi reports '{}' instead of a value".format
     faults = [
         ("<temperature>", drain, "FAIL", f"{asks}: Drain P2P"),
         ("<reset_required>No", "<reset_required>Yes", "FAIL", f"{asks}: Reset"),
@@ -81,6 +82,9 @@ def test_a_sick_gpu_is_named_with_what_to_do(health):
         ("</ecc_errors>", repair("channel_repair_pending"), "warn", waits),
         ("</ecc_errors>", repair("tpc_repair_pending"), "warn", waits),
         ("</ecc_errors>", repair("unrepairable_memory"), "FAIL", worn),
+        ("45 C", "GPU requires reset", "FAIL", lost("GPU requires reset")),
+        ("2040 MHz", "[Unknown Error]", "FAIL", lost("[Unknown Error]")),
+        ("Enabled</current", "ERR!</current", "FAIL", lost("ERR!")),
     ]
     for name, why in gpu_health.SLOWDOWNS.items():
         reason = f"<clocks_event_reason_{name}>"
@@ -104,7 +108,6 @@ def test_healthy_gpus_are_described_whatever_they_do_not_know(health):
     ever = "<dram_uncorrectable>4<".join(L4.rsplit("<dram_uncorrectable>0<", 1))
     busy = ever.replace(f"{cap}Not ", cap).replace("2040", "1980")
     first = SECOND.replace("45 C", "51 C")
-    warning = answer(L4) + "WARNING: infoROM is corrupted at gpu 0000:0B:00.0\n"
     process = "<processes><process_name>a && b < c</process_name></processes></gpu>"
     two = "2 GPU(s), 45 to 51 C, 1980 to 2040 MHz, 4 uncorrected memory error(s) ever counted"
     old = "2 GPU(s), 49 C, 480 MHz, memory errors are not counted (no ECC)"
@@ -113,7 +116,6 @@ def test_healthy_gpus_are_described_whatever_they_do_not_know(health):
         (health(first, busy), "ok", two, ""),
         (health(GTX_1070, MIG), "ok", old, ""),
         (health(L4.replace("</gpu>", process)), "ok", "1 GPU(s), 45 C", ""),
-        (health(output=warning, code=14), "ok", "1 GPU(s), 45 C", ""),
         (nobody, "ok", "no NVIDIA GPU is used", ""),
     )
 
@@ -139,6 +141,13 @@ def test_an_nvidia_smi_that_fails_is_one_line(health, monkeypatch, tmp_path):
     assert_verdicts(
         *((check, "FAIL", f"n0: nvidia-smi: {line}", reboot) for check, line in failures),
         (health(output="\n", code=3), "FAIL", "n0: nvidia-smi: exit code 3, no output", reboot),
+    )
+    said = "WARNING: infoROM is corrupted at gpu 0000:0B:00.0"
+    warning = health(output=f"{answer(L4)}{said}\n", code=14)
+    assert_verdicts(
+        (health(L4, code=15), "FAIL", "n0: nvidia-smi: exit code 15", reboot),
+        (health(L4, code=4), "warn", "n0: nvidia-smi: exit code 4", "nvidia-smi -q on n0"),
+        (warning, "warn", f"n0: nvidia-smi: exit code 14, {said}", "if it stays, leave n0 out"),
     )
     monkeypatch.setenv("PATH", str(tmp_path))
     nothing = gpu_health.check_gpu_health([fact(0, gpu_health=gpu_health.ask_nvidia_smi())])
