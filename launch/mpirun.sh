@@ -11,7 +11,7 @@
 hosts=${HOSTS:-localhost:2}  # machine:processes for each machine, one process per GPU; rank 0 runs on the first machine
 hostfile=${HOSTFILE:-}       # or a file with one line per machine, such as: 10.0.0.1 slots=8
 master=${MASTER:-}           # the first machine, as the other machines reach it; empty: its name in the list above
-port=${PORT:-}               # a free port on the first machine; empty: 12000 to 31999, computed from mpirun's job name
+port=${PORT:-}               # a free port on the first machine; empty: MASTER_PORT, or 12000 to 31999 by job name
 interface=${INTERFACE:-}     # network interface between the machines, such as eth0; empty: see below
 
 set -euo pipefail  # stop at the first error
@@ -38,19 +38,22 @@ if [[ -n $hostfile ]]; then
 fi
 export MASTER_ADDR=${master:-${first%%:*}}
 
-# To the other machines, mpirun passes only its own variables and the variables named with -x.
-variables=(-x MASTER_ADDR -x PATH)
 if [[ -n $port ]]; then
     export MASTER_PORT=$port
-    variables+=(-x MASTER_PORT)
 fi
 # If `interface` is empty, gloo uses the interface of the address to which the host name resolves, and NCCL chooses one
 # itself. Set `interface` where /etc/hosts maps the host name to 127.0.1.1, as on Debian: other machines cannot connect
 # to this address.
 if [[ -n $interface ]]; then
     export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
-    variables+=(-x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME)
 fi
+# To the other machines, mpirun passes only its own variables and the variables named with -x.
+variables=(-x MASTER_ADDR -x PATH)
+for name in $(compgen -e); do  # the exported variables
+    if [[ $name =~ ^(MASTER_PORT|OMP_NUM_THREADS|GLOO_SOCKET_IFNAME|NCCL_.*)$ ]]; then
+        variables+=(-x "$name")
+    fi
+done
 
 # --bind-to none: by default mpirun binds each process, its threads and its loader processes to one core or a few.
 # setup_distributed() divides the cores among the processes.

@@ -168,15 +168,24 @@ def test_mpirun_sh_passes_the_address_of_rank_0_to_all_machines(
     path = stand_in("mpirun", text)
     if "HOSTFILE" in variables:
         variables = {"HOSTFILE": tmp_path / "hosts"}
-    more = {"PORT": 5000, "INTERFACE": "eth0", "PATH": path}
+    more = {"PORT": 5000, "INTERFACE": "eth0", "OMP_NUM_THREADS": 1, "PATH": path}
     code, out, err = finished(launch("launch/mpirun.sh", "train.py", "--lr=1", **variables, **more))
     assert code == 0, err
     address, interfaces, *given = out.splitlines()
     assert address == f"Open MPI {master} 5000" and interfaces.split() == ["eth0", "eth0"]
     passed_on = {given[i + 1] for i, word in enumerate(given) if word == "-x"}
     expected = {"PATH", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-    assert passed_on == expected
+    assert passed_on == expected | {"OMP_NUM_THREADS"}
     assert given[-2:] == ["train.py", "--lr=1"] and given[-3].endswith("/python")
+
+
+def test_mpirun_sh_passes_the_variables_that_are_exported(stand_in):
+    given = dict.fromkeys(["MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"], 1)
+    given |= {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"}
+    path = stand_in("mpirun", f"echo Open MPI\n{SAY}")
+    code, out, err = finished(launch("launch/mpirun.sh", "train.py", **given, PATH=path))
+    assert code == 0, err
+    assert set(re.findall(r"^-x\n(.*)$", out, re.M)) == {"MASTER_ADDR", "PATH", *given}
 
 
 # The store
