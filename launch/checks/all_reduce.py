@@ -42,11 +42,21 @@ def measure(pulse, store, rank, world_size, device):
         if not (tensor == world_size * (world_size + 1) / 2).all():
             raise RuntimeError(f"all_reduce of {text_of(size)} gave {tensor.unique().tolist()[:4]}")
         repeats = min(20, max(1, int(0.5 / seconds)))  # half a second in all
-        repeats = torch.tensor([repeats], device=device)
-        dist.broadcast(repeats, src=0)  # or the ranks would differ
-        times.append((size, time_all_reduce(tensor, int(repeats))))
+        repeats = from_rank_0(repeats, device)
+        pulse.at(f"all_reduce of {text_of(size)}, {repeats} more")
+        seconds = from_rank_0(time_all_reduce(tensor, repeats), device)
+        times.append((size, seconds))
+        if seconds > 0.5:  # the next size, of 16 times as many bytes, could take SILENCE
+            break
     pulse.at("done")
     return times
+
+
+def from_rank_0(number, device):
+    """Return the number of rank 0 on every rank, so that all ranks decide alike."""
+    tensor = torch.tensor(number, device=device)
+    dist.broadcast(tensor, src=0)
+    return tensor.item()
 
 
 def time_all_reduce(tensor, repeats):

@@ -422,14 +422,16 @@ def test_an_all_reduce_is_timed_per_call_and_by_its_bytes(alone, monkeypatch):
     """A call takes 1 ms per MiB, and the first one a second more."""
     now = 0.0
     sizes = []
+    stages = []
+    speed = 1000  # MiB per second
 
     def take_time(tensor):
         nonlocal now
-        now += tensor.nbytes / 2**20 / 1000 + (0 if sizes else 1)
+        now += tensor.nbytes / 2**20 / speed + (0 if sizes else 1)
         sizes.append(tensor.nbytes)
 
     def measure():
-        pulse = SimpleNamespace(at=lambda stage: None)
+        pulse = SimpleNamespace(at=stages.append)
         return all_reduce.measure(pulse, None, 0, 1, torch.device("cpu"))
 
     monkeypatch.setattr(all_reduce.dist, "init_process_group", Mock())
@@ -439,6 +441,10 @@ def test_an_all_reduce_is_timed_per_call_and_by_its_bytes(alone, monkeypatch):
     assert measure() == [(2**20, pytest.approx(0.001)), (2**23, pytest.approx(0.008))]
     assert sizes.count(2**20) == 1 + 1, "half a second in all, and the first call took longer"
     assert sizes.count(2**23) == 1 + 20, "20 at most"
+    assert stages[1:3] == ["all_reduce of 1 MiB", "all_reduce of 1 MiB, 1 more"], "is progress"
+    assert stages[4] == "all_reduce of 8 MiB, 20 more"
+    speed = 1
+    assert measure() == [(2**20, pytest.approx(1))], "a larger one could take longer than SILENCE"
     monkeypatch.setattr(all_reduce.dist, "all_reduce", lambda tensor: tensor[7:9].zero_())
     with pytest.raises(RuntimeError, match=r"all_reduce of 1 MiB gave \[0.0, 1.0\]"):
         measure()
