@@ -22,7 +22,6 @@ from launch.checks.xids import ask_kernel
 ROOT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # the request for an interface's address; in linux/sockios.h
 IPV6 = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags, name of an interface
-LINK = "20"  # the scope of an address that is valid on one link alone
 # The driver lists its GPUs here, even if torch cannot use them.
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 VARIABLES = [  # of the environment, only these are told
@@ -47,15 +46,18 @@ def facts(launcher, ranks):
         launcher: str.
         ranks: Ranks.
     """
-    device = torch.device("cpu")
     problem = None
     try:
         device = setup_device(ranks.local_rank, ranks.local_world_size or ranks.local_rank + 1)
-    except LaunchError as error:
-        problem = str(error)
-    if device.type == "cpu":
-        problem = problem or unusable_gpus()
-    about_device = device_facts(device)
+        about_device = device_facts(device)
+        if device.type == "cpu":
+            problem = unusable_gpus()
+    except (LaunchError, RuntimeError, AssertionError) as error:
+        problem = str(error).partition("\n")[0]  # torch adds advice for programmers
+        if not isinstance(error, LaunchError):
+            expected = "one that works and is free; nvidia-smi shows its state and processes"
+            problem = f"its GPU fails: {problem}: expected {expected}"
+        about_device = device_facts(torch.device("cpu"))
     # Once per machine. On WSL2 the driver does not list its GPUs; torch for AMD has no CUDA.
     asks = ranks.local_rank == 0 and (about_device["cuda"] or has_nvidia_gpus())
     return {
@@ -143,7 +145,7 @@ def interfaces():
                 addresses[name] = socket.inet_ntoa(answer[20:24])
     for line in IPV6.read_text().splitlines() if IPV6.exists() else []:
         digits, _, _, scope, _, name = line.split()
-        if scope != LINK:
+        if scope != "20":  # of an address that is valid on one link alone
             addresses.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return addresses
 

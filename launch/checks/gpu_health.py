@@ -171,8 +171,11 @@ def check_gpu_health(all_facts):
 
 
 def used_gpus(gpus, host, all_facts):
-    """Return the GPUs of the job on a host, or all if torch does not give their names (MIG)."""
-    names = [fact["device_id"] for fact in all_facts if fact["host"] == host and fact["device_id"]]
+    """Return the GPUs of the job on a host, or all if torch cannot name them (MIG, a failure)."""
+    local = [fact for fact in all_facts if fact["host"] == host]
+    if any(fact["problem"] for fact in local):
+        return gpus
+    names = [fact["device_id"] for fact in local if fact["device_id"]]
     used = [gpu for gpu in gpus if any(gpu["uuid"].endswith(name) for name in names)]
     return used or gpus
 

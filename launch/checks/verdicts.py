@@ -194,10 +194,11 @@ def check_versions(all_facts):
     """All machines have the same versions."""
     first = all_facts[0]
     for key in ("torch", "cuda", "nccl", "python"):
-        values = group(all_facts, key)
+        values = known(all_facts, key)
         if len(values) > 1:
             found = list_groups(values, key)
-            machines = sorted({fact["host"] for fact in all_facts if fact[key] != first[key]})
+            fitting = (next(iter(values)), None)
+            machines = sorted({fact["host"] for fact in all_facts if fact[key] not in fitting})
             what = f"pip install torch=={first['torch'].partition('+')[0]}"
             verdict = "FAIL"
             if key == "python":
@@ -206,7 +207,7 @@ def check_versions(all_facts):
                 verdict = "FAIL" if len(minors) > 1 else "warn"  # 3.12.1 and 3.12.2 work together
             change = f"the same on all machines: {what} on {', '.join(machines)}"
             return Check("versions", verdict, found, change)
-    drivers = {version: ranks for version, ranks in group(all_facts, "driver").items() if version}
+    drivers = known(all_facts, "driver")
     if len(drivers) > 1:  # a warning: CUDA runs with any driver that is new enough for it
         change = "the same NVIDIA driver on all machines, if one of them is slow or fails"
         return Check("versions", "warn", list_groups(drivers, "driver"), change)
@@ -314,6 +315,11 @@ def group(all_facts, key):
     for fact in all_facts:
         groups.setdefault(fact[key], []).append(fact["rank"])
     return groups
+
+
+def known(all_facts, key):
+    """Return the groups of group() without None, as a rank has whose GPU fails."""
+    return {value: ranks for value, ranks in group(all_facts, key).items() if value}
 
 
 def list_groups(groups, name=""):

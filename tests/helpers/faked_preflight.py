@@ -1,4 +1,7 @@
-"""Run launch/preflight.py with the faults of rank 1 that FAKE names, or of all ranks: "machine"."""
+"""Run launch/preflight.py with the faults of rank 1, or FAKE_RANK, that FAKE names.
+
+"machine" is of all ranks.
+"""
 
 import os
 import resource
@@ -40,11 +43,17 @@ def machine():
     messages.SILENCE = int(os.environ.get("FAKE_SILENCE", 10))
 
 
+def fail(*_):
+    """Fail as the first use of a GPU with broken memory."""
+    raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might")
+
+
 FAKES = {
     "machine": machine,
     "torch": lambda: setattr(torch, "__version__", "2.6.0+cu124"),
     "code": lambda: setattr(facts_module, "code_hash", lambda: "0badc0de"),
     "clock": lambda: setattr(preflight, "time", SimpleNamespace(time=lambda: time.time() + 20)),
+    "broken GPU": lambda: setattr(facts_module, "setup_device", fail),
     "killed": lambda: setattr(preflight, "facts", end(signal.SIGKILL)),
     "stopped in all_reduce": lambda: setattr(all_reduce, "time_all_reduce", end(signal.SIGSTOP)),
 }
@@ -53,6 +62,6 @@ if __name__ == "__main__":
     with one_line_errors():
         _, ranks = find_launcher()
         for fake in filter(None, os.environ.get("FAKE", "").split(",")):
-            if fake == "machine" or ranks.rank == 1:
+            if fake == "machine" or ranks.rank == int(os.environ.get("FAKE_RANK", 1)):
                 FAKES[fake]()
         preflight.main()

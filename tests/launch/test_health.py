@@ -176,6 +176,8 @@ def test_only_the_gpus_of_the_job_are_judged(programs):
     for device, verdict in ((first, "ok"), ("MIG-1", "warn"), (None, "warn")):
         ranks = [fact(0, gpu_health=told, device_id=device), fact(2, device_id="0d1e")]
         assert gpu_health.check_gpu_health(ranks).verdict == verdict, device
+    ranks = [fact(0, gpu_health=told, device_id=first), fact(1, problem="its GPU fails")]
+    assert gpu_health.check_gpu_health(ranks).verdict == "warn", "it may be the second GPU"
 
 
 # Xid errors
@@ -309,6 +311,21 @@ def test_preflight_names_what_is_wrong_on_a_machine_and_on_a_rank(adapters):
     assert found["InfiniBand"][1].startswith(f"{host}: only 64 KiB may be locked in memory")
     assert found["all_reduce"][0] == "ok", "the failures are none of the network"
     assert f"preflight: 4 of {len(found)} checks failed" in output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gpu_that_fails_when_first_used_is_a_line(adapters, rank):
+    """The programs of its machine are asked, and all its GPUs are judged."""
+    counts = f"echo asked >> '{adapters / 'calls'}'"
+    sick = SECOND.replace("failure>No", "failure>Yes")
+    install(adapters / "bin", "nvidia-smi", answer(L4, sick), more=counts)
+    install(adapters / "bin", "dmesg", f"{XID_95}\n", more=counts)
+    output, host = preflight(adapters, [1, 0], FAKE="machine,broken GPU", FAKE_RANK=str(rank))
+    fails = failed(output)
+    assert list(fails) == ["devices", "GPU health"], output
+    error = "its GPU fails: CUDA error: uncorrectable ECC error encountered: expected"
+    assert fails["devices"].startswith(f"rank {rank} on {host}: {error}")
+    assert "Xid 95" in report_of(output)["Xid errors"][1]
 
 
 def test_preflight_waits_neither_for_programs_that_hang_nor_for_a_dead_rank(adapters):

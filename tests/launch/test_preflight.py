@@ -202,7 +202,8 @@ def test_each_rank_needs_a_device_of_its_own():
 
 def test_versions_that_differ_are_named_with_the_machine_to_change():
     def check(**change):
-        return verdicts.check_versions([fact(0, driver="550.54"), fact(2, **change)])
+        ours = {"driver": "550.54", "nccl": "2.26.2"}
+        return verdicts.check_versions([fact(0, **ours), fact(2, **{"nccl": "2.26.2"} | change)])
 
     same = "the same on all machines: pip install torch==2.9.0 on n1"
     driver = "driver 550.54 on rank 0; driver 535.161 on rank 2"
@@ -210,7 +211,8 @@ def test_versions_that_differ_are_named_with_the_machine_to_change():
     patch = "python 3.12.1 on rank 0; python 3.12.11 on rank 2"
     assert_verdicts(
         (check(torch="2.9.1"), "FAIL", "torch 2.9.0 on rank 0; torch 2.9.1 on rank 2", same),
-        (check(nccl="2.27.5"), "FAIL", "nccl None on rank 0; nccl 2.27.5 on rank 2", same),
+        (check(nccl="2.27.5"), "FAIL", "nccl 2.26.2 on rank 0; nccl 2.27.5 on rank 2", same),
+        (check(nccl=None), "ok", "torch 2.9.0, Python 3.12.1", ""),  # its GPU failed
         (check(python="3.9.1"), "FAIL", python, "Python 3.12.1 on n1"),
         (check(python="3.12.11"), "warn", patch, "Python 3.12.1 on n1"),
         (check(driver="535.161"), "warn", driver, "the same NVIDIA driver"),
@@ -325,6 +327,17 @@ def test_unusable_gpus_are_a_failure_unless_they_are_hidden(monkeypatch, tmp_pat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     gpus(2)
     third = facts.facts("torchrun", Ranks(rank=2, world_size=4, local_rank=2, local_world_size=4))
+    wrong = "its GPU fails: CUDA error: all CUDA-capable devices are busy or unavailable: expected"
+
+    def busy(_):
+        raise RuntimeError(
+            "CUDA error: all CUDA-capable devices are busy or unavailable\nFor debugging"
+        )
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", busy)
+    told = facts.facts("python", ALONE)
+    assert told["problem"].startswith(wrong) and (told["device"], told["gpus"]) == ("cpu", 0)
+    assert told["gpu_health"] and told["xids"], "the programs are asked"
     assert third["problem"].startswith("4 processes on this machine, 2 GPU(s): expected a GPU for")
 
 
