@@ -34,8 +34,7 @@ def main(args):
 
     # 2. define dataloader
     train_sampler = RandomSampler(train_set, generator=torch.Generator().manual_seed(args.seed))
-    pieces = max(1, len(model.device_ids))
-    train_loader = build_loader(train_set, args, train_sampler, train=True, pieces=pieces)
+    train_loader = build_loader(train_set, args, train_sampler, train=True)
     test_loader = build_loader(test_set, args)
     augment, normalize = build_transforms(train_set, args, device)
 

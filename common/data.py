@@ -40,13 +40,12 @@ def build_datasets(args):
     return _torchvision(args)
 
 
-def build_loader(dataset, args, sampler=None, *, train=False, pieces=1):
+def build_loader(dataset, args, sampler=None, *, train=False):
     """Build the DataLoader of uint8 batches.
 
     Args:
         sampler: an iterable of indices with a length. None: all images, in the order of the
             dataset.
-        pieces: int, into how many nn.DataParallel cuts each batch.
 
     Raises:
         UserError: there are fewer than two images to train on.
@@ -56,10 +55,8 @@ def build_loader(dataset, args, sampler=None, *, train=False, pieces=1):
             f"{len(sampler)} training image per process: expected 2 or more; raise --limit"
         )
     workers = 0 if dataset.in_memory else args.workers
-    # Batch norm cannot train on a single image, in the last batch or the last piece of it.
-    last = len(sampler) % args.batch_size if train else 0
-    piece = -(-last // pieces)  # the quotient, rounded up
-    drop_last = last > 0 and (piece == 1 or last % piece == 1)
+    # Batch norm cannot train on a single image.
+    drop_last = train and len(sampler) % args.batch_size == 1
     return DataLoader(
         dataset,
         batch_size=args.batch_size,
