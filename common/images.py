@@ -126,11 +126,16 @@ def read_image(path):
         pass  # a format that Pillow reads and torchvision does not (bmp, tiff), or a damaged file
     try:
         with Image.open(path) as image:
-            if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would clip
-                image = image.convert("I").point(lambda level: level / 256)
-            return v2.functional.pil_to_tensor(image.convert("RGB"))
+            return v2.functional.pil_to_tensor(to_rgb(image))
     except (OSError, SyntaxError, ValueError) as error:
         reason = one_line(error)
         raise UserError(
             f"{path} cannot be read as an image ({reason}); delete it or replace it"
         ) from None
+
+
+def to_rgb(image):
+    """Convert a Pillow image to RGB."""
+    if image.mode.startswith("I"):  # 16 bits per pixel, which Pillow would clip
+        image = image.convert("I").point(lambda level: level / 256)
+    return image.convert("RGB")

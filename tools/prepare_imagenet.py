@@ -37,7 +37,7 @@ from tqdm import tqdm
 from common.distributed import cores_per_process
 from common.errors import UserError, one_line, one_line_errors
 from common.flags import Parser, number, whole_number
-from common.images import list_images
+from common.images import list_images, to_rgb
 
 TRAIN_TAR, VAL_TAR, DEVKIT = (ARCHIVE_META[part][0] for part in ("train", "val", "devkit"))
 SETTINGS = "prepared.json"  # in TARGET: with which flags it was made
@@ -358,9 +358,8 @@ def shrink(data, short_side):
         scale = 1 if is_small else short_side / min(image.size)
         size = [round(side * scale) for side in image.size]
         result = io.BytesIO()
-        image.convert("RGB").resize(size, Image.Resampling.BICUBIC).save(
-            result, "JPEG", quality=QUALITY
-        )
+        resized = to_rgb(image).resize(size, Image.Resampling.BICUBIC)
+        resized.save(result, "JPEG", quality=QUALITY)
         return result.getvalue()
 
 

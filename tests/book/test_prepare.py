@@ -124,8 +124,12 @@ def test_a_folder_with_train_and_val_keeps_its_splits(flowers, tmp_path, monkeyp
 def test_large_images_are_resized_and_small_ones_kept(flowers, tmp_path, monkeypatch):
     (flowers / "rose/large.png").write_bytes(photo((200, 100), kind="PNG"))
     Image.new("RGBA", (20, 10)).save(flowers / "rose/small.png")  # a JPEG cannot be transparent
+    deep = np.full((100, 100), 100 * 256, np.uint16)  # 16 bits per pixel
+    Image.fromarray(deep).save(flowers / "rose/deep.png")
     target = tmp_path / "a"
     run(monkeypatch, flowers, target, "--val-share", 0.25, "--short-side", 50)
+    (deep,) = target.rglob("deep.jpg")
+    assert np.abs(np.asarray(Image.open(deep), int) - 100).max() <= 1, "scaled, and not clipped"
     (large,) = target.rglob("large.jpg")
     (small,) = target.rglob("small.jpg")
     (kept,) = target.rglob("rose/7.jpg")
