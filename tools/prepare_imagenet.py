@@ -21,6 +21,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tarfile
 import tempfile
@@ -38,6 +39,7 @@ from common.distributed import cores_per_process
 from common.errors import UserError, one_line, one_line_errors
 from common.flags import Parser, number, whole_number
 from common.images import list_images, to_rgb
+from imagenet import signals
 
 TRAIN_TAR, VAL_TAR, DEVKIT = (ARCHIVE_META[part][0] for part in ("train", "val", "devkit"))
 SETTINGS = "prepared.json"  # in TARGET: with which flags it was made
@@ -95,13 +97,16 @@ def main(args):
         f"{len(items)} images, {len(items) - len(todo)} of them done before | "
         f"{args.workers} processes"
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as after Ctrl-C, end the workers
     with (
-        concurrent.futures.ProcessPoolExecutor(args.workers) as pool,
+        concurrent.futures.ProcessPoolExecutor(args.workers, initializer=start_worker) as pool,
         tqdm(total=len(todo), unit="img", disable=None) as bar,
     ):
         chunks = [todo[k : k + CHUNK] for k in range(0, len(todo), CHUNK)]
-        futures = [pool.submit(prepare_chunk, chunk, target, args.short_side) for chunk in chunks]
         try:
+            futures = [
+                pool.submit(prepare_chunk, chunk, target, args.short_side) for chunk in chunks
+            ]
             for future in concurrent.futures.as_completed(futures):
                 done, messages = future.result()
                 bar.update(done)
@@ -113,6 +118,12 @@ def main(args):
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 found = f"{one_line(error)}: expected space for all images"
                 raise UserError(f"{found}; free some, and run the same command again") from None
+            if isinstance(error, concurrent.futures.BrokenExecutor):
+                raise UserError(
+                    "a process was killed, probably because the memory was full: expected enough "
+                    f"for {args.workers} processes; free some, or run the same command again with "
+                    f"--workers {max(1, args.workers // 2)}"
+                ) from None
             raise
     splits = {
         split: sum(item.target.startswith(f"{split}/") for item in items)
@@ -316,6 +327,13 @@ def check_space(todo, target, short_side):
             f"{found}: expected enough space; "
             "free some, or make the images smaller with --short-side"
         )
+
+
+def start_worker():
+    """Leave signals to the main process, and end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals.ignore()
+    signals.exit_when_parent_dies()
 
 
 def prepare_chunk(items, target, short_side):

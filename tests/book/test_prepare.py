@@ -15,11 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import scipy.io
 from imagenet_runs import parse_06
 from PIL import Image
-from processes import ROOT
+from processes import ROOT, gone
 
 from common.errors import UserError
 from common.images import split_command
@@ -215,15 +216,31 @@ def test_a_disk_that_is_too_small_is_named(flowers, tmp_path, monkeypatch):
         run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
     assert not files(tmp_path / "a")
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(path, data, write=Path.write_bytes):
+        if path.parent != tmp_path / "a":  # which has room for the settings
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, data)
 
     (flowers / "rose/huge.jpg").unlink()
     threads = concurrent.futures.ThreadPoolExecutor  # which share what is patched
     monkeypatch.setattr(prepare.concurrent.futures, "ProcessPoolExecutor", threads)
+    monkeypatch.setattr(prepare, "start_worker", lambda: None)
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(UserError, match=r"No space left on device: .* run the same command again"):
         run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25, "--short-side", 20)
+
+
+def test_a_worker_that_is_killed_is_named(flowers, tmp_path, monkeypatch):
+    def fail(_):  # as a pool of processes does, of which one is killed
+        raise concurrent.futures.BrokenExecutor
+
+    threads = concurrent.futures.ThreadPoolExecutor  # which share what is patched
+    monkeypatch.setattr(prepare.concurrent.futures, "ProcessPoolExecutor", threads)
+    monkeypatch.setattr(prepare, "start_worker", lambda: None)
+    monkeypatch.setattr(prepare, "read", fail)
+    found = "a process was killed, .* enough for 1 processes; .* again with --workers 1"
+    with pytest.raises(UserError, match=found):
+        run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
 
 
 def write_tar(path, members):
@@ -300,18 +317,22 @@ def test_imagenets_archives_become_class_folders(archives, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_killed_preparation_leaves_no_half_image(flowers, tmp_path):
-    """A killed run leaves no half image and the same command completes it."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_preparation_leaves_no_process_and_no_half_image(flowers, tmp_path, number):
+    """The same command completes it."""
     for k in range(300):
         (flowers / f"rose/large{k}.jpg").write_bytes(photo((300, 300), seed=k))
     command = [sys.executable, "tools/prepare_imagenet.py", flowers, tmp_path / "a"]
     command += ["--val-share", "0.25"]
     command += ["--short-side", "200", "--workers", "3"]
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(command, cwd=ROOT)
     while not list((tmp_path / "a").rglob("*.jpg")):
         assert process.poll() is None
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) == 3
+    process.send_signal(number)
+    assert process.wait(60) == (143 if number == signal.SIGTERM else -number)
+    assert gone(workers, seconds=30)
     for name in files(tmp_path / "a"):
         Image.open(tmp_path / "a" / name).load()
     end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
