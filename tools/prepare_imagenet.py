@@ -133,11 +133,12 @@ def main(args):
         f"{target}: {splits['train']} training and {splits['val']} validation images, less "
         f"{damaged} damaged ones"
     )
-    if damaged and damaged == len(todo):
+    if damaged == len(items):
         raise UserError(
             f"none of {damaged} images can be read: "
             f"expected JPEG, PNG or other images; {SETTINGS} stays"
         )
+    check_classes(source, target)
     print(f"next: {next_command(target, splits['train'])}")
 
 
@@ -207,7 +208,8 @@ def class_items(folder):
     for path, target in zip(paths, targets.tolist(), strict=True):
         label = names[target]
         name = "_".join(Path(path).relative_to(folder / label).parts)
-        classes[label].append(Item(path, None, os.path.getsize(path), f"{label}/{name}"))
+        size = os.path.getsize(path) if os.path.exists(path) else 0  # 0: a broken link
+        classes[label].append(Item(path, None, size, f"{label}/{name}"))
     return classes
 
 
@@ -326,6 +328,18 @@ def check_space(todo, target, short_side):
         raise UserError(
             f"{found}: expected enough space; "
             "free some, or make the images smaller with --short-side"
+        )
+
+
+def check_classes(source, target):
+    """Refuse a result in which damage has left a class in only one of train/ and val/."""
+    train, val = ({path.name for path in (target / part).glob("*")} for part in ("train", "val"))
+    for name in sorted(train ^ val):
+        folder = target / ("train" if name in train else "val") / name
+        raise UserError(
+            f"class {name} is only in {folder}: expected each class in train/ and val/; replace or "
+            f"delete its damaged images in {source}, delete {folder}, and run the same command "
+            "again"
         )
 
 

@@ -168,16 +168,41 @@ def test_damaged_images_are_named_left_out_and_counted(flowers, tmp_path, monkey
     data = photo()
     (flowers / "rose/half.jpg").write_bytes(data[: len(data) // 2])
     (flowers / "rose/text.jpg").write_text("no image")
-    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
-    out, err = capsys.readouterr()
-    named = [line.split()[5] for line in err.splitlines() if line.startswith("damaged")]
-    assert sorted(Path(name).name for name in named) == ["half.jpg", "text.jpg"]
-    assert "42 images, 0 of them done before | 1 processes" in out
-    found = re.search(r"(\d+) training and (\d+) validation images, less 2 damaged ones", out)
-    names = list(files(tmp_path / "a"))
-    val = sum(name.startswith("val/") for name in names)
-    assert len(names) == 40 and sum(map(int, found.groups())) == 42
-    assert 0 < val <= int(found[2]) <= val + 2 < 20
+    (flowers / "rose/gone.jpg").symlink_to("deleted.jpg")
+    for done in (0, 40):  # a second run tries them again
+        run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
+        out, err = capsys.readouterr()
+        named = [line.split()[5] for line in err.splitlines() if line.startswith("damaged")]
+        assert sorted(Path(name).name for name in named) == ["gone.jpg", "half.jpg", "text.jpg"]
+        assert f"43 images, {done} of them done before | 1 processes" in out
+        found = re.search(r"(\d+) training and (\d+) validation images, less 3 damaged ones", out)
+        names = list(files(tmp_path / "a"))
+        val = sum(name.startswith("val/") for name in names)
+        assert len(names) == 40 and sum(map(int, found.groups())) == 43
+        assert 0 < val <= int(found[2]) <= val + 3 < 20
+    for path in flowers.rglob("*.jpg"):
+        path.unlink()
+        path.write_text("no image")
+    with pytest.raises(UserError, match="none of 43 images can be read: expected JPEG, PNG or"):
+        run(monkeypatch, flowers, tmp_path / "b", "--val-share", 0.25)
+
+
+def test_a_class_that_val_lost_to_damage_is_named_with_a_remedy_that_works(
+    flowers, tmp_path, monkeypatch
+):
+    target = tmp_path / "a"
+    given = [flowers, target, "--val-share", 0.0001]  # one image of each class
+    run(monkeypatch, *given)
+    (name,) = (path.name for path in (target / "val/tulip").iterdir())
+    shutil.rmtree(target)
+    (flowers / "tulip" / name).write_text("no image")
+    remedy = f"{target}/train/tulip: expected each class in train/ and val/; replace or delete"
+    with pytest.raises(UserError, match=f"class tulip is only in {remedy} its damaged images"):
+        run(monkeypatch, *given)
+    (flowers / "tulip" / name).unlink()
+    shutil.rmtree(target / "train/tulip")
+    run(monkeypatch, *given)
+    assert len(list((target / "val/tulip").iterdir())) == 1 and len(files(target)) == 39
 
 
 def test_a_wrong_folder_is_refused_and_left_alone(flowers, tmp_path, monkeypatch):
