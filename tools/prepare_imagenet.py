@@ -89,9 +89,14 @@ def main(args):
     check_names(items)
     todo = [item for item in items if not (target / item.target).exists()]
     settings = check_settings(args, target)
-    target.mkdir(parents=True, exist_ok=True)
-    check_space(todo, target, args.short_side)
-    (target / SETTINGS).write_text(json.dumps(settings) + "\n")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        check_space(todo, target, args.short_side)
+        if not (target / SETTINGS).exists():
+            write(target / SETTINGS, f"{json.dumps(settings)}\n".encode())
+    except OSError as error:
+        found = f"{one_line(error)}: expected a folder to write to"
+        raise UserError(f"{found}; name another TARGET") from None
     damaged = 0
     print(
         f"{len(items)} images, {len(items) - len(todo)} of them done before | "
@@ -119,11 +124,10 @@ def main(args):
                 found = f"{one_line(error)}: expected space for all images"
                 raise UserError(f"{found}; free some, and run the same command again") from None
             if isinstance(error, concurrent.futures.BrokenExecutor):
-                raise UserError(
-                    "a process was killed, probably because the memory was full: expected enough "
-                    f"for {args.workers} processes; free some, or run the same command again with "
-                    f"--workers {max(1, args.workers // 2)}"
-                ) from None
+                found = "a process was killed, probably because the memory was full"
+                found += f": expected enough for {args.workers} processes; free some, or run the"
+                remedy = f"same command again with --workers {max(1, args.workers // 2)}"
+                raise UserError(f"{found} {remedy}") from None
             raise
     splits = {
         split: sum(item.target.startswith(f"{split}/") for item in items)
@@ -222,8 +226,8 @@ def split_class(items, share):
             f"{items[0].file} is the only image of its class: "
             "expected one for training and one for validation"
         )
-    ordered = sorted(items, key=lambda item: (zlib.crc32(item.target.encode()), item.target))
-    count = sum(zlib.crc32(item.target.encode()) < share * 2**32 for item in items)
+    ordered = sorted(items, key=lambda item: (zlib.crc32(os.fsencode(item.target)), item.target))
+    count = sum(zlib.crc32(os.fsencode(item.target)) < share * 2**32 for item in items)
     count = min(max(count, 1), len(items) - 1)
     return [
         item._replace(target=f"{'val' if k < count else 'train'}/{item.target}")
@@ -303,13 +307,20 @@ def check_settings(args, target):
     flags = {"val_share": args.val_share, "short_side": args.short_side, "quality": QUALITY}
     flags["source"] = str(Path(args.source).resolve())
     file = target / SETTINGS
-    if file.exists() and (before := json.loads(file.read_text())) != flags:
+    try:
+        before = json.loads(file.read_text()) if file.exists() else flags
+    except ValueError:
+        repair = f"echo {shlex.quote(json.dumps(flags))} > {shlex.quote(str(file))}"
+        found = f"{file} is damaged: expected the flags of the first run"
+        raise UserError(f"{found}; if they were those of now, repair it: {repair}") from None
+    if before != flags:
         changed = next(name for name in flags if before.get(name) != flags[name])
         found = f"{target} was made with {changed} {before.get(changed)}, not {flags[changed]}"
         raise UserError(
             f"{found}: expected the same flags; continue with those, or name another TARGET"
         )
-    if not file.exists() and target.is_dir() and any(target.iterdir()):
+    others = target.iterdir() if target.is_dir() and not file.exists() else []
+    if any(path.suffix != ".new" for path in others):
         raise UserError(
             f"{target} is not empty and was not made by this command: name another TARGET"
         )
@@ -333,14 +344,15 @@ def check_space(todo, target, short_side):
 
 def check_classes(source, target):
     """Refuse a result in which damage has left a class in only one of train/ and val/."""
-    train, val = ({path.name for path in (target / part).glob("*")} for part in ("train", "val"))
+    train, val = (
+        {path.name for path in (target / part).glob("*") if path.is_dir()}
+        for part in ("train", "val")
+    )
     for name in sorted(train ^ val):
         folder = target / ("train" if name in train else "val") / name
-        raise UserError(
-            f"class {name} is only in {folder}: expected each class in train/ and val/; replace or "
-            f"delete its damaged images in {source}, delete {folder}, and run the same command "
-            "again"
-        )
+        found = f"class {name} is only in {folder}: expected each class in train/ and val/"
+        remedy = f"replace or delete its damaged images in {source}, delete {folder}"
+        raise UserError(f"{found}; {remedy}, and run the same command again")
 
 
 def start_worker():
@@ -359,12 +371,16 @@ def prepare_chunk(items, target, short_side):
         except UNREADABLE as error:
             damaged.append(f"{item.target} of {item.file} ({one_line(error)})")
             continue
-        path = Path(target, item.target)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.{os.getpid()}.new")
-        new.write_bytes(data)
-        new.rename(path)
+        write(target / item.target, data)
     return len(items), damaged
+
+
+def write(path, data):
+    """Write a file completely or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{os.getpid()}.new")  # the name of the image may be as long as allowed
+    new.write_bytes(data)
+    new.rename(path)
 
 
 def read(item):

@@ -205,6 +205,13 @@ def test_a_class_that_val_lost_to_damage_is_named_with_a_remedy_that_works(
     assert len(list((target / "val/tulip").iterdir())) == 1 and len(files(target)) == 39
 
 
+def test_names_may_be_long_or_not_utf_8(flowers, tmp_path, monkeypatch):
+    for name in ("x" * 245 + ".jpg", os.fsdecode(b"caf\xe9.jpg")):
+        (flowers / "rose" / name).write_bytes(photo())
+    run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
+    assert len(files(tmp_path / "a")) == 42
+
+
 def test_a_wrong_folder_is_refused_and_left_alone(flowers, tmp_path, monkeypatch):
     share = ["--val-share", 0.1]
     target = tmp_path / "a"
@@ -230,6 +237,20 @@ def test_a_wrong_folder_is_refused_and_left_alone(flowers, tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"/a is not empty and was not made by this command: name"):
         run(monkeypatch, flowers, target, *share)
     assert [path.name for path in target.iterdir()] == ["photo.jpg"]
+    for wrong in ("photo.jpg", "photo.jpg/b"):
+        with pytest.raises(UserError, match=r"photo\.jpg.*: expected a folder to write to; name"):
+            run(monkeypatch, flowers, target / wrong, *share)
+    # left by a run that was killed before its first image
+    (target / "photo.jpg").rename(target / ".123.new")
+    run(monkeypatch, flowers, target, *share)
+    settings = (target / prepare.SETTINGS).read_text()
+    (target / prepare.SETTINGS).write_text("")
+    with pytest.raises(UserError, match=r"prepared\.json is damaged: .* echo '\{") as error:
+        run(monkeypatch, flowers, target, *share)
+    command = str(error.value).partition("repair it: ")[2]
+    subprocess.run(["sh", "-c", command], check=True)
+    assert (target / prepare.SETTINGS).read_text() == settings
+    run(monkeypatch, flowers, target, *share)
 
 
 def test_a_disk_that_is_too_small_is_named(flowers, tmp_path, monkeypatch):
@@ -263,7 +284,7 @@ def test_a_worker_that_is_killed_is_named(flowers, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.concurrent.futures, "ProcessPoolExecutor", threads)
     monkeypatch.setattr(prepare, "start_worker", lambda: None)
     monkeypatch.setattr(prepare, "read", fail)
-    found = "a process was killed, .* enough for 1 processes; .* again with --workers 1"
+    found = "a process was killed, .*: expected enough for 1 processes; .* again with --workers 1"
     with pytest.raises(UserError, match=found):
         run(monkeypatch, flowers, tmp_path / "a", "--val-share", 0.25)
 
