@@ -400,13 +400,18 @@ def remedies(args):
     batch_size = args.batch_size
     while batch_size > 1:
         batch_size //= 2
-        if name := simplest(compare(args, describe_model(args, batch_size), args.gpus)):
+        try:
+            smaller = describe_model(args, batch_size)
+        except UserError:  # batch normalization may need more images
+            break
+        if name := simplest(compare(args, smaller, args.gpus)):
             found.append(f"--batch-size {batch_size} ({name})")
             break
     model = describe_model(args, args.batch_size)
-    gpus = args.gpus_per_machine * max(1, args.gpus // args.gpus_per_machine)
+    gpus = args.gpus
     while gpus < MOST_GPUS:
-        gpus *= 2
+        is_part = gpus < args.gpus_per_machine
+        gpus = min(2 * gpus, args.gpus_per_machine) if is_part else 2 * gpus
         if name := simplest(compare(args, model, gpus)):
             found.append(f"--gpus {gpus} ({name})")
             break

@@ -188,7 +188,12 @@ def test_the_smallest_change_that_fits_is_named(printed):
     wanted = "nothing fits; try --batch-size 128 (DDP, checkpointing)"
     assert last(f"{large} --memory-gb 16").startswith(wanted)
     heavy = "--weights-m 7000 --activations-mb-per-image 1 --batch-size 1 --gpus"
-    assert last(f"{heavy} 2 --memory-gb 16").startswith("nothing fits; try --gpus 16 (FSDP")
+    for given, wanted in (("1", 8), ("3", 6), ("5", 8), ("2 --gpus-per-machine 2", 8)):
+        said = last(f"{heavy} {given} --memory-gb 20")
+        assert said.startswith(f"nothing fits; try --gpus {wanted} (FSDP"), given
+    # batch normalization cannot train on one image of one pixel
+    pixels = "--arch resnet50 --image-size 32 --batch-size 2 --gpus 8"
+    assert last(f"{pixels} --memory-gb 0.125").startswith("nothing fits; try --gpus 16 (FSDP")
     assert last(f"{heavy} 2 --memory-gb 2").startswith("nothing fits; try tensor parallelism")
     assert last(f"{heavy} 1 --memory-gb 1e3") == "smallest change that fits: one GPU"
 
