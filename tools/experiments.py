@@ -347,10 +347,15 @@ def main(args):
     if args.dry_run:
         print("\n".join(command for _, command in todo))
         return
-    for number in STOP_SIGNALS:
-        # exit through execute(), which stops the run
-        signal.signal(number, lambda *_: sys.exit(143))
+    exit_on_signals()  # through execute(), which stops the run
     run_all(todo)
+
+
+def exit_on_signals():
+    """Exit by an exception on SIGTERM and SIGHUP, unless nohup has told us to ignore it."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: sys.exit(143))
 
 
 def run_all(todo):

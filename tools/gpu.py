@@ -34,8 +34,8 @@ from common.errors import UserError, one_line_errors
 from common.flags import Parser, number
 from common.records import environment
 from tools.bench.measure import pick_device, write_images
-from tools.experiments import STOP_SIGNALS, Machine
-from tools.records import RESULTS
+from tools.experiments import Machine, exit_on_signals
+from tools.records import RESULTS, RecordError, read
 
 
 class Part(NamedTuple):
@@ -377,9 +377,7 @@ def run(args, out, sizes):
     chosen = args.parts or {part.name for part in PROOFS + SPEEDS} - runner.passed()
     for name in ("train", "input", "imagenet", "memory"):
         (out / name).mkdir(parents=True, exist_ok=True)
-    for stop_signal in STOP_SIGNALS:
-        # exit through Runner.run(), which leaves no process behind
-        signal.signal(stop_signal, lambda *_: sys.exit(143))
+    exit_on_signals()  # through Runner.run(), which leaves no process behind
     try:
         for parts, at_once in ((PROOFS, SIDE_BY_SIDE), (SPEEDS, 1)):
             due = [part for part in parts if part.name in chosen]

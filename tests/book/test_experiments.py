@@ -3,6 +3,7 @@
 import re
 import shlex
 import signal
+import subprocess
 import sys
 
 import psutil
@@ -96,6 +97,15 @@ def test_flags_change_the_commands_and_a_dry_run_prints_them(results, monkeypatc
 
 
 # What is recorded
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_stops_the_tool_but_not_under_nohup(ignored):
+    code = "from tools import experiments; import os, signal; experiments.exit_on_signals(); "
+    code += "os.kill(os.getpid(), signal.SIGHUP); print('still here')"
+    command = ["nohup"] * ignored + [sys.executable, "-c", code]
+    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (end.returncode, end.stdout) == ((0, "still here\n") if ignored else (143, "")), end
 
 
 @pytest.mark.slow
