@@ -313,7 +313,7 @@ def plan(name, machine, args):
 
 def recorded(path):
     """Return the commands of the runs in a file, which holds only runs that have succeeded."""
-    return {record["command"] for record in read(path)} if path.exists() else set()
+    return {record.get("command") for record in read(path)} if path.exists() else set()
 
 
 def main(args):
@@ -331,7 +331,7 @@ def main(args):
         try:
             commands = plan(name, machine, args)
             done = recorded(path)
-        except UserError as error:
+        except (UserError, RecordError) as error:
             if len(names) == 1:
                 raise
             print(f"   skipped: {error}")

@@ -221,9 +221,18 @@ class Runner:
         self.failed = {}  # {name of a part: the last lines of its output}
 
     def passed(self):
-        """Return the names of the parts that have passed, in this run or before."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return {line["part"] for line in map(json.loads, lines) if line["passed"]}
+        """Return the names of the parts that have passed, in this run or before, in these sizes."""
+        try:
+            records = read(self.path) if self.path.exists() else []
+        except RecordError as error:
+            raise UserError(str(error)) from None
+        sizes = self.fields["sizes"].items()
+
+        def is_same(record):
+            used = [(name, size) for name, size in sizes if f"${name}" in record["script"]]
+            return all(record["sizes"].get(name) == size for name, size in used)
+
+        return {record["part"] for record in records if record["passed"] and is_same(record)}
 
     def run(self, parts, at_once):
         """Run parts in order, so many at a time. If this process is stopped, they are too."""

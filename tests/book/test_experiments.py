@@ -99,6 +99,20 @@ def test_flags_change_the_commands_and_a_dry_run_prints_them(results, monkeypatc
 # What is recorded
 
 
+def test_a_damaged_file_is_named_and_the_other_experiments_are_listed(results, monkeypatch, capsys):
+    monkeypatch.setattr(Machine, "here", lambda: ONE_GPU)
+    file = results / "speed/mine.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"command": "python')
+    given = ["--machine", "mine", "--out", results, "--list"]
+    experiments.main(asked(*given))
+    out = capsys.readouterr().out
+    assert f"skipped: {file}, line 1: " in out and "expected a record as JSON: remove it" in out
+    assert re.search(r"0 of \d runs recorded in .*/resnet20/mine\.jsonl", out)
+    code, out, err = finished(start("tools/experiments.py", "speed", *given))
+    assert code == 2 and f"error: {file}, line 1: " in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal_stops_the_tool_but_not_under_nohup(ignored):
     code = "from tools import experiments; import os, signal; experiments.exit_on_signals(); "
@@ -180,7 +194,9 @@ def test_one_failure_does_not_keep_other_runs_from_the_record(results, monkeypat
     fail_at("b", "d")
     with pytest.raises(UserError, match="2 of 5 runs failed, the first: b does not work"):
         experiments.run_all(todo)
-    assert experiments.recorded(results / "a/tiny.jsonl") == {"a", "c", "e"}
+    with (results / "a/tiny.jsonl").open("a") as file:
+        file.write('{"by": "another program"}\n')
+    assert experiments.recorded(results / "a/tiny.jsonl") >= {"a", "c", "e"}
     capsys.readouterr()
     fail_at("a", "b", "c")
     # two in a row: something else is wrong

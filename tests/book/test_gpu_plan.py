@@ -39,7 +39,7 @@ def test_parts_are_run_ended_recorded_and_packed(tmp_path, capsys):
     runner = Runner(
         name="machine",
         out=tmp_path / "out",
-        fields={"torch": "2"},
+        fields={"torch": "2", "sizes": {"IMAGES": "data/none"}},
         variables={"SHARED": str(tmp_path), "IMAGES": "data/none"},
         minutes=1,
         limit=lambda part: 2 if part.name == "late" else 60,
@@ -91,12 +91,25 @@ def test_the_list_says_what_has_passed_and_a_mistake_is_named(monkeypatch, capsy
 
     file = tmp_path / f"gpu/{gpu.Machine.here().name}.jsonl"
     file.parent.mkdir()
-    file.write_text('{"part": "rungs", "passed": true}\n{"part": "shards", "passed": false}\n')
+    rows = [("rungs", True, gpu.SIZES), ("shards", False, gpu.SIZES), ("input", True, gpu.TINY)]
+    rows.append(("preflight", True, gpu.TINY))  # the same command in all sizes
+    scripts = {part.name: part.script for part in gpu.PROOFS + gpu.SPEEDS}
+    for name, passed, sizes in rows:
+        record = {"part": name, "passed": passed, "script": scripts[name], "sizes": sizes}
+        with file.open("a") as records:
+            records.write(json.dumps(record) + "\n")
     run("--list", "--out", tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.endswith("passed")] == ["rungs"]
+    assert [line.split()[0] for line in lines if line.endswith("passed")] == [
+        "rungs",
+        "preflight",
+    ]
     listed = [line.split()[0] for line in lines if line.startswith("   ")]
     assert listed == [part.name for part in gpu.PROOFS + gpu.SPEEDS]
+    file.write_text('{"part": "run')
+    found = rf"{file}, line 1: '{{\"part\": \"run' given, expected a record as JSON: remove it"
+    with pytest.raises(UserError, match=found):
+        run("--list", "--out", tmp_path)
     with pytest.raises(UserError, match="no part 'rung': expected one or more of data, rungs, "):
         run("--rehearse", "rung")
     with pytest.raises(UserError, match=r"--data none\.tar: no such file; expected a tar file"):
