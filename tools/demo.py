@@ -104,11 +104,12 @@ def print_comparison(one, many):
 
 def parse_args():
     parser = Parser(__doc__)
+    least = count_processes(count_gpus()) + 1  # or a process gets one image, and batch norm fails
     add_flags(
         parser,
         [
             ("--epochs N", whole_number(1), 4, "default: %(default)s"),
-            ("--limit N", whole_number(2), 16000, "training images"),
+            ("--limit N", whole_number(least), 16000, "training images"),
         ],
     )
     return parser.parse_args()

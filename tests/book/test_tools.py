@@ -11,9 +11,11 @@ from processes import ROOT, finished, start
 from ranks import Ranks
 from rungs import ALL_SCRIPTS
 
+from common.errors import UserError
 from common.models import MnistNet
 from tools import demo, steps
 from tools.bench import ddp, my_ddp
+from tools.bench import input as input_bench
 from tools.records import checkpoint_cost, checkpoint_seconds
 
 
@@ -60,6 +62,29 @@ def test_the_demo_uses_the_gpus_that_divide_its_batch_and_no_mps(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda device=device: device)
         assert demo.count_gpus() == gpus
     assert [demo.count_processes(gpus) for gpus in (0, 1, 3, 16)] == [2, 1, 2, 8]
+
+
+def test_the_demo_refuses_fewer_images_than_its_processes_can_train_on(monkeypatch, capsys):
+    for gpus, least in ((0, 3), (1, 2), (8, 9)):  # each process needs two, the last may repeat one
+        monkeypatch.setattr(demo, "count_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr("sys.argv", ["demo.py", "--limit", str(least)])
+        assert demo.parse_args().limit == least
+        monkeypatch.setattr("sys.argv", ["demo.py", "--limit", str(least - 1)])
+        with pytest.raises(SystemExit):
+            demo.parse_args()
+        assert f"expected a whole number of {least} or more" in capsys.readouterr().err
+
+
+def test_a_loop_that_the_data_set_does_not_have_is_refused(monkeypatch, large_folder):
+    for dataset, loop, others in (
+        (["shapes"], "classic, files", "'classic, memory' 01 limit"),
+        (["folder", "--data-dir", str(large_folder)], "classic, memory", "'classic, files' 01"),
+    ):
+        given = ["input.py", "--dataset", *dataset, "--loops", loop]
+        monkeypatch.setattr("sys.argv", given)
+        found = f"--loops '{loop}': not for these images; expected one or more of {others}"
+        with pytest.raises(UserError, match=found):
+            input_bench.main(input_bench.parse_args(input_bench.__doc__, input_bench.add_flags))
 
 
 # Makefile

@@ -20,6 +20,7 @@ compared without training, in images per second for one worker.
 """
 
 import json
+import shlex
 import statistics
 import sys
 import warnings
@@ -33,7 +34,7 @@ from torchvision import transforms as T
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.data import build_datasets, build_loader, build_transforms
-from common.errors import one_line_errors
+from common.errors import UserError, one_line_errors
 from tools.bench.measure import (
     ROOT,
     build_step,
@@ -78,7 +79,11 @@ def main(args):
         "classic, files": args.dataset != "folder",
         "classic, memory": not train_set.in_memory,
     }
-    loops = [loop for loop in args.loops or LOOPS if not cannot.get(loop)]
+    possible = [loop for loop in LOOPS if not cannot.get(loop)]
+    loops = args.loops or possible
+    if missing := [loop for loop in loops if loop not in possible]:
+        found = f"--loops {shlex.quote(missing[0])}: not for these images"
+        raise UserError(f"{found}; expected one or more of {shlex.join(possible)}")
     records = take_turns(
         args,
         known,
