@@ -1,5 +1,6 @@
 """Each image must count once in the evaluation, on one of the ranks."""
 
+import re
 from collections import Counter
 
 from exercises.judge.judging import evaluated, refuse, right_answers, variable
@@ -10,7 +11,7 @@ LEAST = 40  # images of a rank: about half of them
 
 
 def check(ranks):
-    correct, total = (int(variable(ranks[0], name)) for name in ("correct", "total"))
+    correct, total = counted(ranks[0])
     truth = int(right_answers(ranks[0]).sum())
     if all(len(set(evaluated(rank))) == IMAGES for rank in ranks):
         refuse(
@@ -55,3 +56,10 @@ def check(ranks):
         images=IMAGES,
         truth=truth,
     )
+
+
+def counted(rank):
+    """Return how many answers are correct and how many there are, as a rank printed it last."""
+    printed = re.findall(r"(\d+)(?:\.0)? of (\d+)", rank.output)
+    correct, total = printed[-1] if printed else (variable(rank, x) for x in ("correct", "total"))
+    return int(correct), int(total)

@@ -5,7 +5,9 @@ COUNT = """\
         correct += (model(batch).argmax(dim=1) == labels).sum()
         total += len(labels)
 """
+CORRECT = "dist.all_reduce(correct)\n"
 TOTAL = "dist.all_reduce(total)\n"
+PRINT = '    print(f"{correct.item()} of {total.item()} answers are correct")\n'
 
 RIGHT = {
     "the repeated image does not count": [
@@ -17,6 +19,12 @@ RIGHT = {
             "        correct += right.sum()\n"
             "        total += len(right)\n",
         ),
+    ],
+    "one message, and other names": [
+        (SAMPLER, "sampler = range(rank, len(dataset), world_size)"),
+        (CORRECT, "counts = torch.stack([correct, total]).float()\n"),
+        (TOTAL, "dist.all_reduce(counts)\n"),
+        (PRINT, '    print(f"{counts[0]} of {counts[1]} answers are correct")\n'),
     ],
 }
 
@@ -34,7 +42,7 @@ WRONG = {
         "Rank 0 evaluated 101 images and rank 1 0",
     ),
     "all images on both ranks": (
-        [(SAMPLER, "sampler = range(len(dataset))"), ("dist.all_reduce(correct)\n", "")],
+        [(SAMPLER, "sampler = range(len(dataset))"), (CORRECT, "")],
         "Each rank evaluated all 101 images",
     ),
 }
