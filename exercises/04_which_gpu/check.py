@@ -27,6 +27,9 @@ def chosen(rank):
     except (RuntimeError, TypeError):
         device = torch.device("cpu")
     number = rank.gpu if device.index is None else device.index
+    visible = (rank.visible_gpus or "").split(",")
+    if number is None and rank.visible_gpus and len(visible) == 1:
+        number = 0  # the only GPU that the process sees
     if device.type != "cuda" or number is None:
         refuse(
             "Rank {rank} chose {value}; I expected a GPU with its number, such as cuda:0.",
@@ -35,7 +38,6 @@ def chosen(rank):
         )
     if rank.visible_gpus is None:
         return number
-    visible = rank.visible_gpus.split(",")
     if number >= len(visible):
         refuse(
             "Rank {rank} chose {device}, but CUDA_VISIBLE_DEVICES={visible_gpus} shows {count}"

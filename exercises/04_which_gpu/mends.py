@@ -9,6 +9,12 @@ RIGHT = {
     "the current GPU": [
         (DEVICE, 'torch.cuda.set_device(local_rank)\ndevice = torch.device("cuda")')
     ],
+    "the only GPU that is visible": [
+        (
+            DEVICE,
+            'os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)\ndevice = torch.device("cuda")',
+        )
+    ],
 }
 
 WRONG = {
