@@ -28,7 +28,7 @@ def check(ranks, again):
         if a.equal(b):
             refuse(
                 "In training step {step} of epoch {epoch}, both ranks drop the same activations.",
-                step=k % steps,
+                step=k % steps + 1,
                 epoch=k // steps,
             )
     pieces = [(r, k) for r in range(len(ranks)) for k in range(steps * EPOCHS)]
@@ -38,10 +38,10 @@ def check(ranks, again):
                 "Rank {rank} in step {step} of epoch {epoch} drops the same activations as rank"
                 " {other} in step {other_step} of epoch {other_epoch}.",
                 rank=r,
-                step=k % steps,
+                step=k % steps + 1,
                 epoch=k // steps,
                 other=s,
-                other_step=m % steps,
+                other_step=m % steps + 1,
                 other_epoch=m // steps,
             )
     refuse_different_weights(ranks)

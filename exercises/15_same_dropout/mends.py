@@ -17,7 +17,7 @@ RIGHT = {
 WRONG = {
     "epoch + rank": (
         [(SEED, "    torch.manual_seed(epoch + rank)\n")],
-        "Rank 0 in step 0 of epoch 1 drops the same activations as rank 1 in step 0 of epoch 0",
+        "Rank 0 in step 1 of epoch 1 drops the same activations as rank 1 in step 1 of epoch 0",
     ),
     "the seed of the rank at the top": (
         [(SEED, ""), (FIRST_SEED, "torch.manual_seed(rank)\n")],
