@@ -9,7 +9,7 @@ def check(ranks):
     if len(writers) > 1:
         refuse("Both ranks wrote a file: one rank writes, or the file may be damaged.")
     if not writers:
-        refuse("No rank saved the weights with `torch.save`.")
+        refuse("No rank wrote a file with `torch.save`: give it the path, or an open file.")
     (writer,) = writers
     keys = [key for saved in values(writer, "save") for key in saved]
     if wrapped := [key for key in keys if str(key).startswith("module.")]:
@@ -23,8 +23,8 @@ def check(ranks):
             refuse("Rank {rank} did not load the file.", rank=rank.rank)
         if rank is not writer and messages_before(rank, "load") <= messages_before(writer, "save"):
             refuse(
-                "Rank {rank} read the file, but nothing told it that rank {writer} had written"
-                " it: expected a collective such as dist.barrier() after the save.",
+                "Rank {rank} read the file, but no collective told it that rank {writer} had"
+                " written it: expected one such as dist.barrier() after the save.",
                 rank=rank.rank,
                 writer=writer.rank,
             )

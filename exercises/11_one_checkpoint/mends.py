@@ -47,6 +47,6 @@ WRONG = {
                 "time.sleep(1)\n",
             )
         ],
-        "nothing told it that rank 0 had written it",
+        "no collective told it that rank 0 had written it",
     ),
 }
