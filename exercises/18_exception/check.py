@@ -2,6 +2,7 @@
 
 from exercises.judge.judging import (
     describe_error,
+    images,
     lost_another,
     refuse,
     refuse_different_ends,
@@ -13,12 +14,20 @@ from exercises.sentences import say
 
 MAY_FAIL = True
 BATCHES = 4  # of each rank
-WORDS = ("damage", "corrupt", "nan", "invalid", "bad", "image")  # in errors that say why
+DAMAGED = 48  # the number of the image
+WORDS = ("damage", "corrupt", "broken", "nan", "finite", "invalid", "bad", "image")  # that say why
+CHINESE_WORDS = ("坏", "图", "无效", "异常", "有限")
 
 
 def check(ranks):
     if any(rank.exit_code != 0 for rank in ranks):
         return check_error(ranks)
+    if any(DAMAGED in images(rank) for rank in ranks):
+        refuse(
+            "Image {image} is not damaged any more: keep the line that damages it, because real"
+            " data has such images.",
+            image=DAMAGED,
+        )
     counts = [len(steps(rank)) for rank in ranks]
     weights = [weights_of(variable(rank, "model")) for rank in ranks]
     if any(weight.isnan().any() for of_rank in weights for weight in of_rank):
@@ -60,4 +69,4 @@ def says_why(rank):
         text = "" if lost_another(rank) else rank.error[1]
     else:
         text = rank.output if rank.exit_code else ""
-    return any(word in text.lower() for word in WORDS)
+    return any(word in text.lower() for word in WORDS + CHINESE_WORDS)

@@ -38,6 +38,7 @@ RIGHT = {
             f"    batch, labels = batch[good], labels[good]\n{TRAIN}",
         )
     ],
+    "an error in Chinese": [('"a damaged image"', '"像素损坏"'), (PRINT, "        raise\n")],
     "an exit code that says failure": [(PRINT, f"{PRINT}        raise SystemExit(1)\n")],
 }
 
@@ -45,6 +46,10 @@ WRONG = {
     "an exit code that says success": (
         [(PRINT, f"{PRINT}        raise SystemExit(0)\n")],
         "Rank 1 ended as if all was well",
+    ),
+    "the damage is removed from the program": (
+        [('images[48] = float("nan")  # a damaged image\n', "")],
+        "Image 48 is not damaged any more",
     ),
     "the damaged image is trained": (
         [(TRY, TRAIN)],
