@@ -2,6 +2,8 @@
 
 LOOP = "    for batch, labels in loader:\n"
 LOADER = "    loader = DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset))\n"
+LOAD = '    model.load_state_dict(checkpoint["model"])\n'
+SKIP = "    for batch, labels in list(loader)[step:]:\n"
 TRAIN = "def train(checkpoint, last_step):\n"
 
 RIGHT = {
@@ -12,11 +14,23 @@ RIGHT = {
             "    loader = DataLoader(dataset, batch_size=16, sampler=numbers)\n",
         )
     ],
-    "all batches in a list": [(LOOP, "    for batch, labels in list(loader)[step:]:\n")],
+    "all batches in a list, before the training": [
+        (LOADER, ""),
+        (TRAIN, f"batches = list({LOADER.partition('= ')[2].strip()})\n\n\n{TRAIN}"),
+        (LOOP, "    for batch, labels in batches[step:]:\n"),
+    ],
 }
 
 WRONG = {
-    "nothing": ([], "96 images were trained before and after the restart"),
+    "nothing": ([], "96 images were trained before and after the restart at step 3"),
+    "three batches, wherever the job was killed": (
+        [(LOOP, "    for batch, labels in list(loader)[3 if step else 0 :]:\n")],
+        "64 images were trained before and after the restart at step 5",
+    ),
+    "a new model": (
+        [(LOAD, ""), (LOOP, SKIP)],
+        "did not begin with the weights after step 3",
+    ),
     "one batch too many is skipped": (
         [
             (

@@ -1,10 +1,12 @@
 """Train for an epoch of 8 steps.
 
 The job is killed after step 3 and continues from its checkpoint. In the epoch, each image should
-be read once for a training step.
+be read once for a training step. check.py runs the program a second time, killed after step 5.
 
 Nothing fails. What check.py sees: some images are trained twice, others never.
 """
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -41,7 +43,8 @@ def train(checkpoint, last_step):
 
 
 checkpoint = {"model": nn.Linear(16, 4).state_dict(), "step": 0}
-checkpoint = train(checkpoint, last_step=3)  # here the job is killed, and starts again
+killed_after = int(os.environ.get("KILLED_AFTER", 3))  # in steps
+checkpoint = train(checkpoint, last_step=killed_after)  # here the job is killed, and starts again
 checkpoint = train(checkpoint, last_step=8)
 
 dist.destroy_process_group()
