@@ -34,7 +34,7 @@ WRONG = {
         "Without a signal, the ranks took 5 and 5 training steps",
     ),
     "both processes get a signal": (
-        [("    if rank == signalled_rank and step == 5:", "    if step == 5:")],
+        [("    if gets_signal and step == 5:", "    if step == 5:")],
         "The program sent a signal to both ranks",
     ),
     "stop when the other rank is gone": (

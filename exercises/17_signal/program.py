@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-signalled_rank = int(os.environ.get("SIGNALLED_RANK", 1))
+gets_signal = rank == int(os.environ.get("SIGNALLED_RANK", 1))  # no other rank knows
 
 stop = False
 
@@ -33,7 +33,7 @@ ddp = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 for step in range(1, 21):
-    if rank == signalled_rank and step == 5:
+    if gets_signal and step == 5:
         os.kill(os.getpid(), signal.SIGUSR1)  # as the cluster does, to one process
     ddp(torch.randn(32, 16)).square().mean().backward()
     optimizer.step()
