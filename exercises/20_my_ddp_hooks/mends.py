@@ -17,8 +17,11 @@ WAIT = """\
             work.wait()
         self.works.clear()
 """
+SEND_LOSS = "        dist.all_reduce(loss.detach())\n"
+SEND_COPY = "        self.works.append(dist.all_reduce(parameter.grad.clone(), async_op=True))\n"
 
 RIGHT = {
+    "a mean loss to print": [(ONE, HOOK), (TWO, SEND), (THREE, f"{WAIT}{SEND_LOSS}")],
     "futures": [
         (ONE, HOOK),
         (TWO, SEND.replace("async_op=True)", "async_op=True).get_future()")),
@@ -27,6 +30,10 @@ RIGHT = {
 }
 
 WRONG = {
+    "each gradient twice": (
+        [(ONE, HOOK), (TWO, SEND_COPY + SEND), (THREE, WAIT)],
+        "210,464 bytes of messages per training step, although the gradients have 105,232",
+    ),
     "a wait in the hook": (
         [(ONE, HOOK), (TWO, SEND.replace("async_op=True)", "async_op=True).wait()"))],
         "The backward pass waits for its messages",
