@@ -32,6 +32,10 @@ COUNT = """\
             flat = torch.cat([p.grad.flatten() for p in bucket["parameters"]])
             self.works.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
 """
+GATHER = """\
+            parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+            self.works.append((bucket, parts, dist.all_gather(parts, flat, async_op=True)))
+"""
 FINISH = """\
         for bucket, flat, work in self.works:
             work.wait()
@@ -65,6 +69,11 @@ COUNT_LATER = """\
 
 RIGHT = {
     "dictionaries": [(ONE, FILL + HOOKS), (TWO, COUNT), (THREE, FINISH)],
+    "all gradients on all ranks": [
+        (ONE, FILL + HOOKS),
+        (TWO, COUNT.partition("            self.works")[0] + GATHER),
+        (THREE, FINISH.replace("flat /= dist.get_world_size()", "flat = sum(flat) / len(flat)")),
+    ],
     "a bucket that is filled later, the last one sent at the end": [
         (ONE, FILL_LATER),
         (TWO, COUNT_LATER),
