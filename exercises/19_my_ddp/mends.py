@@ -45,6 +45,10 @@ WRONG = {
         [(ONE, BROADCAST), (TWO, SUM)],
         "after training step 1 they are not those of torch's DDP",
     ),
+    "half of the sum, whatever the number of ranks": (
+        [(ONE, BROADCAST), (TWO, AVERAGE.replace("dist.get_world_size()", "2"))],
+        "With three ranks, they are not those of one process",
+    ),
     "no wait": (
         [(ONE, BROADCAST), (TWO, AVERAGE.replace(".grad)", ".grad / 2, async_op=True)"))],
         "does not wait for 4 of them",

@@ -1,7 +1,8 @@
 """Write what DistributedDataParallel does, in the simplest way.
 
 All ranks should begin with the weights of rank 0, and after the backward pass each gradient should
-be the mean over all ranks. The weights should then be those of torch's DDP, bit for bit.
+be the mean over all ranks, two or three. The weights should then be those of torch's DDP, bit for
+bit.
 
 Nothing fails. What check.py sees: the ranks begin with different weights, and each trains a model
 of its own.
