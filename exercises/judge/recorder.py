@@ -109,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self.in_backward = False
         self.products = 0  # matrix products of the backward pass that runs, or ran last
         self.works = set()  # collectives that the program has waited for
+        self.collected = {}  # future of torch.futures.collect_all() to the futures in it
         self.old_works = set()  # those before the last training step
         self.depth = 0  # of the modules whose forward pass runs
         self.thread = threading.get_ident()
@@ -153,6 +154,7 @@ class Recorder(TorchDispatchMode):
         replace(DataLoader, "__iter__", self.begin_loader)
         for waiting, name in ((Work, "wait"), (Work, "is_completed"), (torch._C.Future, "wait")):
             replace(waiting, name, self.wait)
+        replace(torch.futures, "collect_all", self.collect_all)
         replace(torch, "save", self.save)
         replace(torch, "load", self.load)
         replace(os, "kill", self.kill)
@@ -197,12 +199,19 @@ class Recorder(TorchDispatchMode):
         loader.num_workers = 0  # workers of a process with these threads would hang
         return real(loader)
 
-    def wait(self, real, work, *args):
+    def wait(self, real, work, *args, **kwargs):
         """Note that the program has waited until a collective was complete."""
-        result = real(work, *args)
+        result = real(work, *args, **kwargs)
         if result is not False:  # of is_completed()
-            self.add("old wait" if work in self.old_works else "wait", self.in_backward)
-            self.works.add(work)
+            for one in self.collected.get(work, [work]):
+                self.add("old wait" if one in self.old_works else "wait", self.in_backward)
+                self.works.add(one)
+        return result
+
+    def collect_all(self, real, futures):
+        """Remember which futures a program waits for, if it waits for their collection."""
+        result = real(futures)
+        self.collected[result] = list(futures)
         return result
 
     def kill(self, real, pid, number):
@@ -215,27 +224,27 @@ class Recorder(TorchDispatchMode):
             self.add("read", index)
         return real(dataset, index)
 
-    def save(self, real, value, file, *args, **kwargs):
-        if not is_file(file):
-            return real(value, file, *args, **kwargs)
-        self.add("save", keys_of(value))
+    def save(self, real, obj, f, *args, **kwargs):
+        if not is_file(f):
+            return real(obj, f, *args, **kwargs)
+        self.add("save", keys_of(obj))
         time.sleep(SLOW_SAVE / 2)
-        if not isinstance(file, str | os.PathLike):  # an open one
-            return real(value, file, *args, **kwargs)
-        Path(file).touch()
+        if not isinstance(f, str | os.PathLike):  # an open one
+            return real(obj, f, *args, **kwargs)
+        Path(f).touch()
         time.sleep(SLOW_SAVE / 2)
-        new = f"{file}.{self.record.rank}"
-        real(value, new, *args, **kwargs)
-        os.replace(new, file)  # at once: else two ranks that write it would see this or that error
+        new = f"{f}.{self.record.rank}"
+        real(obj, new, *args, **kwargs)
+        os.replace(new, f)  # at once: else two ranks that write it would see this or that error
         return None
 
-    def load(self, real, file, *args, **kwargs):
-        if is_file(file):
+    def load(self, real, f, *args, **kwargs):
+        if is_file(f):
             self.add("load")
         try:
-            return real(file, *args, **kwargs)
+            return real(f, *args, **kwargs)
         except EOFError:
-            raise EOFError(f"{file} is not complete: a rank still writes it") from None
+            raise EOFError(f"{f} is not complete: a rank still writes it") from None
 
     def pretend_gpus(self, count):
         """Make torch say that this machine has GPUs, for a program that only chooses one."""
@@ -243,8 +252,9 @@ class Recorder(TorchDispatchMode):
         for module in (torch.cuda, torch.accelerator):
             module.is_available = lambda: True
             module.device_count = lambda: count
-        torch.cuda.set_device = self.set_gpu
+        torch.cuda.set_device = torch.accelerator.set_device_index = self.set_gpu
         torch.cuda.current_device = lambda: self.record.gpu or 0
+        torch.accelerator.current_device_index = torch.cuda.current_device
 
     def set_gpu(self, device):
         self.record.gpu = device if isinstance(device, int) else torch.device(device).index

@@ -105,6 +105,73 @@ def test_a_check_passes_right_mends_and_refuses_wrong_ones(judge, number):
     assert unexpected(judge, number, programs) == []
 
 
+# What torch and Python accept in a program, and what only seems to be right
+
+SAVE = "torch.save(ddp.state_dict(), path)\n"
+LOAD = "torch.load(path)"
+DEVICE = 'device = torch.device("cuda", rank)'
+HOOK = "            parameter.register_post_accumulate_grad_hook(self.start)\n        self.works = []\n"
+SEND = "self.works.append(dist.all_reduce(parameter.grad, async_op=True)"
+FILLED = [
+    ("        # 1. Here: register a hook for each parameter.\n", HOOK),
+    ("        # 2. Here.\n", f"        parameter.grad /= 2\n        {SEND}.get_future())\n"),
+]
+THREE = "        # 3. Here.\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "replacements", "words"),
+    [
+        (
+            11,
+            [
+                (
+                    SAVE,
+                    "if rank == 0: torch.save(obj=model.state_dict(), f=path)\ndist.barrier()\n",
+                ),
+                (LOAD, "torch.load(f=path, weights_only=True)"),
+            ],
+            None,
+        ),
+        (
+            20,
+            [
+                *FILLED,
+                (
+                    THREE,
+                    "        torch.futures.collect_all(self.works).wait()\n        self.works = []\n",
+                ),
+            ],
+            None,
+        ),
+        (
+            20,
+            [
+                *FILLED,
+                (
+                    THREE,
+                    "        torch.futures.collect_all(self.works[1:]).wait()\n        self.works = []\n",
+                ),
+            ],
+            "does not wait for 1 of them",
+        ),
+        (
+            4,
+            [
+                (
+                    DEVICE,
+                    "torch.accelerator.set_device_index(local_rank)\n"
+                    'device = torch.device("cuda", torch.accelerator.current_device_index())',
+                )
+            ],
+            None,
+        ),
+    ],
+)
+def test_a_check_understands_what_torch_accepts(judge, number, replacements, words):
+    assert unexpected(judge, number, [("", mended(number, replacements), words)]) == []
+
+
 # Programs that fail or hang
 
 LOOP = "for step, (batch, labels) in enumerate(loader):\n"
