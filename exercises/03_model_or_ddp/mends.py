@@ -8,6 +8,7 @@ RIGHT = {
         ("ddp = DistributedDataParallel(model)", "model = DistributedDataParallel(model)"),
         ("model.weight", "model.module.weight"),
     ],
+    "a call with a keyword": [("model(batch)", "ddp(input=batch)")],
     "gradients averaged by hand": [
         ("ddp = DistributedDataParallel(model)\n", ""),
         (

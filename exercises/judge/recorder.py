@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed import Work
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -147,8 +146,7 @@ class Recorder(TorchDispatchMode):
         """Make torch report what it does to this recorder. For the rest of this process's life."""
         register_optimizer_step_pre_hook(lambda optimizer, *_: self.add_step("before", optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: self.add_step("step", optimizer))
-        register_module_forward_pre_hook(self.before_forward)
-        register_module_forward_hook(self.after_forward, always_call=True)
+        replace(nn.Module, "_call_impl", self.forward)  # global hooks do not see keyword arguments
         replace(torch.autograd, "backward", self.backward)  # which loss.backward() calls
         replace(TensorDataset, "__getitem__", self.read_image)
         replace(DataLoader, "__iter__", self.begin_loader)
@@ -169,21 +167,26 @@ class Recorder(TorchDispatchMode):
         self.add(kind, Step(weights, gradients, lr, state_bytes))
         self.old_works |= self.works
 
-    def before_forward(self, module, inputs):
+    def forward(self, real, module, *args, **kwargs):
+        """Run the forward pass of a module, and note what goes in and what comes out."""
+        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if isinstance(module, DistributedDataParallel):
             self.add("torch's DDP")
+        inputs = [*args, *kwargs.values()]
         if self.depth == 0 and inputs and is_data(inputs[0]):
             self.add("batch", (inputs[0].detach().clone(), torch.is_grad_enabled()))
-        self.depth += 1
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if is_batch_norm:
             self.add("batch norm", BatchNorm(module.training, len(inputs[0]), buffers_of(module)))
-
-    def after_forward(self, module, inputs, output):
-        self.depth -= 1
+        self.depth += 1
+        try:
+            output = real(module, *args, **kwargs)
+        finally:
+            self.depth -= 1
         if isinstance(module, nn.Dropout) and module.training:
             self.add("dropout", output == 0)
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if is_batch_norm and module.training:
             self.add("statistics", buffers_of(module))
+        return output
 
     def backward(self, real, *args, **kwargs):
         self.in_backward = True
