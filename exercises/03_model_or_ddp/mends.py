@@ -1,6 +1,7 @@
 """Mends of exercise 3, right and wrong."""
 
 BACKWARD = "    loss.backward()\n"
+STEP = "    optimizer.step()\n"
 LOADER = "loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))"
 
 RIGHT = {
@@ -18,10 +19,36 @@ RIGHT = {
             "        parameter.grad /= dist.get_world_size()\n",
         ),
     ],
+    "weights averaged after the step": [
+        ("ddp = DistributedDataParallel(model)\n", ""),
+        (
+            STEP,
+            f"{STEP}    for parameter in model.parameters():\n"
+            "        dist.all_reduce(parameter.data)\n"
+            "        parameter.data /= dist.get_world_size()\n",
+        ),
+    ],
 }
 
 WRONG = {
     "nothing": ([], "After training step 1, the weights of the ranks differ"),
+    "weights of rank 0 after the step": (
+        [
+            (
+                STEP,
+                f"{STEP}    for parameter in model.parameters():\n"
+                "        dist.broadcast(parameter.data, src=0)\n",
+            )
+        ],
+        "not those of one process",
+    ),
+    "a class of one's own": (
+        [
+            ("model = nn.Linear(16, 4)", "class Net(nn.Linear):\n    pass\n\n\nmodel = Net(16, 4)"),
+            ("model(batch)", "ddp(batch)"),
+        ],
+        "I cannot read the variable `model` in another process",
+    ),
     "all images on both ranks": (
         [(LOADER, "loader = DataLoader(dataset, batch_size=32)")],
         "Each rank trained on all 256 images",

@@ -249,12 +249,18 @@ def classes(images):
 
 def variable(rank, name):
     """Return a variable of the program; refuse the program if it has none of this name."""
+    if name not in rank.variables:
+        refuse(
+            "I expected a variable `{name}` at the end of the program: please keep the name, and"
+            " do not move it into a function.",
+            name=name,
+        )
     try:
         return pickle.loads(rank.variables[name])
     except Exception:
         refuse(
-            "I expected a variable `{name}` at the end of the program: please keep the name, and"
-            " do not move it into a function.",
+            "I cannot read the variable `{name}` in another process: please keep its type, and use"
+            " no class of your own in it.",
             name=name,
         )
 
@@ -265,12 +271,30 @@ def variable(rank, name):
 def first_difference(ranks):
     """Return the number of the first training step after which the weights of ranks differ.
 
-    Counted from 1; None if they are always equal.
+    Args:
+        ranks: of each rank, its weights after each training step.
+
+    Returns:
+        The number, counted from 1; None if the weights are always equal.
     """
-    for k, these in enumerate(zip(*map(steps, ranks), strict=False), 1):
-        if not all(same(these[0].weights, step.weights) for step in these[1:]):
+    for k, (first, *others) in enumerate(zip(*ranks, strict=False), 1):
+        if not all(same(first, weights) for weights in others):
             return k
     return None
+
+
+def weights_after_steps(rank):
+    """Return the weights of a rank after each training step: a list of lists of tensors."""
+    return [step.weights for step in steps(rank)]
+
+
+def weights_before_next_steps(rank):
+    """Return the weights that each training step leaves for the next one, or for the end.
+
+    A program may average the weights after a training step, not the gradients before it.
+    """
+    before = [step.weights for step in values(rank, "before")]
+    return [*before[1:], weights_of(variable(rank, "model"))]
 
 
 def same(a, b, tolerance=0.0):
@@ -367,7 +391,8 @@ def refuse_other_training(ranks, max_norm=None):
     """Refuse a program whose ranks differ, or do not train as one process with all their images."""
     if any(not steps(rank) for rank in ranks):
         refuse("I see no training step: expected a call of `optimizer.step()`.")
-    if k := first_difference(ranks):
+    weights = [weights_before_next_steps(rank) for rank in ranks]
+    if k := first_difference(weights):
         refuse(
             "After training step {step}, the weights of the ranks differ: each rank trains a"
             " model of its own.",
@@ -379,11 +404,13 @@ def refuse_other_training(ranks, max_norm=None):
             "The ranks took different numbers of training steps: {counts}.", counts=listed(counts)
         )
     before = values(ranks[0], "before")[0].weights
-    if same(before, steps(ranks[0])[-1].weights):
+    if same(before, weights[0][-1]):
         refuse("The training does not change the weights.")
     clips = say(" and clips their gradient") if max_norm else ""
-    for k, weights in enumerate(train_alone(ranks, max_norm), 1):
-        if not same(weights, steps(ranks[0])[k - 1].weights, 1e-4):
+    for k, (alone, together) in enumerate(
+        zip(train_alone(ranks, max_norm), weights[0], strict=True), 1
+    ):
+        if not same(alone, together, 1e-4):
             refuse(
                 "The ranks have equal weights, but after training step {step} not those of one"
                 " process that trains on the images of all ranks{clips}.",
@@ -394,7 +421,7 @@ def refuse_other_training(ranks, max_norm=None):
 
 def refuse_different_weights(ranks):
     """Refuse ranks that have different weights after a training step."""
-    if k := first_difference(ranks):
+    if k := first_difference(map(weights_after_steps, ranks)):
         refuse("After training step {step}, the weights of the ranks differ.", step=k)
 
 
@@ -415,8 +442,9 @@ def refuse_other_weights(ranks, torch_ranks):
             steps=len(steps(ranks[0])),
             torch_steps=len(steps(torch_ranks[0])),
         )
-    if k := first_difference([ranks[0], torch_ranks[0]]):
-        size = distance(steps(ranks[0])[k - 1].weights, steps(torch_ranks[0])[k - 1].weights)
+    mine, torchs = weights_after_steps(ranks[0]), weights_after_steps(torch_ranks[0])
+    if k := first_difference([mine, torchs]):
+        size = distance(mine[k - 1], torchs[k - 1])
         refuse(
             "The ranks have equal weights, but after training step {step} they are not those of"
             " torch's DDP: the largest difference is {size:.2g}.",

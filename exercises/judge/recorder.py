@@ -271,6 +271,7 @@ class Recorder(TorchDispatchMode):
             if not name.startswith("_") and not isinstance(value, types.ModuleType):
                 if isinstance(value, DistributedDataParallel):  # cannot be pickled
                     value = value.module
+                self.record.variables[name] = b""  # of one that others cannot read
                 with contextlib.suppress(Exception):  # a program may have anything
                     self.record.variables[name] = pickle.dumps(value)
 
