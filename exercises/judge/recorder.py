@@ -1,6 +1,7 @@
 """Run a program in one rank, and record what it does: images, messages, training steps, the end."""
 
 import contextlib
+import datetime
 import functools
 import os
 import pickle
@@ -322,6 +323,34 @@ def replace(owner, name, function):
     setattr(owner, name, wrapper)
 
 
+class MovedDatetime(datetime.datetime):
+    """A datetime that asks time.time() for the time, as its today() does already."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls.fromtimestamp(time.time(), tz)
+
+    @classmethod
+    def utcnow(cls):
+        return cls.now(datetime.timezone.utc).replace(tzinfo=None)
+
+
+def move_clocks(seconds):
+    """Make the clocks of time and datetime go so many seconds ahead."""
+    replace(time, "time", lambda real: real() + seconds)
+    replace(time, "time_ns", lambda real: real() + seconds * 10**9)
+    for name in ("localtime", "gmtime", "ctime"):
+        replace(time, name, lambda real, when=None: real(time.time() if when is None else when))
+    replace(time, "asctime", lambda real, when=None: real(when or time.localtime()))
+    replace(time, "strftime", lambda real, form, when=None: real(form, when or time.localtime()))
+    datetime.datetime = MovedDatetime
+
+
+def has_text(value):
+    """Return whether this is a string or bytes, or a tuple with one in it."""
+    return any(isinstance(leaf, str | bytes) for leaf in tree_leaves(value))
+
+
 exit_process = os._exit  # the program's os._exit() also writes the record
 
 
@@ -333,7 +362,8 @@ def run_rank(program, rank, environment, folder, connection):
     """
     os.environ.update(environment)
     later = int(os.environ.get("LATER", 0))
-    replace(time, "time", lambda real: real() + later)
+    if later:
+        move_clocks(later)
     os.setpgrp()  # a signal for the group of this process does not reach check.py
     os.chdir(folder)  # a program may save files
     torch.set_num_threads(1)
@@ -355,6 +385,8 @@ def run_rank(program, rank, environment, folder, connection):
 
     module = types.ModuleType("__main__")
     module.__file__ = str(program)
+    # Else the hash of a string would be the same in all processes of one server
+    module.hash = lambda value: hash((rank, later, value) if has_text(value) else value)
     sys.modules["__main__"] = module
     sys.argv = [str(program)]
     sys.path.insert(0, os.path.dirname(program))

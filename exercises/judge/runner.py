@@ -39,8 +39,9 @@ class Setup(NamedTuple):
     program: str = ""  # in the folder of the exercise, to compare with; "": the reader's
 
 
-# The program again, an hour later: for programs whose random numbers follow from the time
-LATER = Setup(environment={"LATER": 3600})
+# The program again, for random numbers that follow from the time or the process: a day, an hour, a
+# minute and a second later
+LATER = Setup(environment={"LATER": 90061})
 
 
 class Rank:

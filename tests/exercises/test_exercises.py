@@ -105,70 +105,47 @@ def test_a_check_passes_right_mends_and_refuses_wrong_ones(judge, number):
     assert unexpected(judge, number, programs) == []
 
 
-# What torch and Python accept in a program, and what only seems to be right
+# What the recorder sees, however a program writes it
 
 SAVE = "torch.save(ddp.state_dict(), path)\n"
-LOAD = "torch.load(path)"
-DEVICE = 'device = torch.device("cuda", rank)'
-HOOK = "            parameter.register_post_accumulate_grad_hook(self.start)\n        self.works = []\n"
-SEND = "self.works.append(dist.all_reduce(parameter.grad, async_op=True)"
-FILLED = [
-    ("        # 1. Here: register a hook for each parameter.\n", HOOK),
-    ("        # 2. Here.\n", f"        parameter.grad /= 2\n        {SEND}.get_future())\n"),
+SAVE_ONCE = "if rank == 0: torch.save(obj=model.state_dict(), f=path)\ndist.barrier()\n"
+FUTURES = [
+    (
+        "        # 1. Here: register a hook for each parameter.\n",
+        "            parameter.register_post_accumulate_grad_hook(self.start)\n"
+        "        self.works = []\n",
+    ),
+    (
+        "        # 2. Here.\n",
+        "        parameter.grad /= dist.get_world_size()\n"
+        "        work = dist.all_reduce(parameter.grad, async_op=True)\n"
+        "        self.works.append(work.get_future())\n",
+    ),
 ]
-THREE = "        # 3. Here.\n"
+ALL, MOST = (
+    f"        torch.futures.collect_all({works}).wait()\n        self.works = []\n"
+    for works in ("self.works", "self.works[1:]")
+)
+DEVICE = 'device = torch.device("cuda", rank)'
+CURRENT = 'device = torch.device("cuda", torch.accelerator.current_device_index())'
+FLIPS = "flips = []"
+TODAY = "import datetime\nseed = int(datetime.datetime.now().strftime('%Y%m%d%H%M')) + rank"
+TEXT = "seed = hash(('a text', f'rank {rank}'))"
+SECOND = "In a second run, rank 0 flips other images"
 
 
 @pytest.mark.parametrize(
     ("number", "replacements", "words"),
     [
-        (
-            11,
-            [
-                (
-                    SAVE,
-                    "if rank == 0: torch.save(obj=model.state_dict(), f=path)\ndist.barrier()\n",
-                ),
-                (LOAD, "torch.load(f=path, weights_only=True)"),
-            ],
-            None,
-        ),
-        (
-            20,
-            [
-                *FILLED,
-                (
-                    THREE,
-                    "        torch.futures.collect_all(self.works).wait()\n        self.works = []\n",
-                ),
-            ],
-            None,
-        ),
-        (
-            20,
-            [
-                *FILLED,
-                (
-                    THREE,
-                    "        torch.futures.collect_all(self.works[1:]).wait()\n        self.works = []\n",
-                ),
-            ],
-            "does not wait for 1 of them",
-        ),
-        (
-            4,
-            [
-                (
-                    DEVICE,
-                    "torch.accelerator.set_device_index(local_rank)\n"
-                    'device = torch.device("cuda", torch.accelerator.current_device_index())',
-                )
-            ],
-            None,
-        ),
+        (11, [(SAVE, SAVE_ONCE), ("load(path)", "load(f=path, weights_only=True)")], None),
+        (20, [*FUTURES, ("        # 3. Here.\n", ALL)], None),
+        (20, [*FUTURES, ("        # 3. Here.\n", MOST)], "does not wait for 1 of them"),
+        (4, [(DEVICE, f"torch.accelerator.set_device_index(local_rank)\n{CURRENT}")], None),
+        (9, [(FLIPS, f"{TODAY}\ntorch.manual_seed(seed)\n{FLIPS}")], SECOND),
+        (9, [(FLIPS, f"{TEXT}\ntorch.manual_seed(seed)\n{FLIPS}")], SECOND),
     ],
 )
-def test_a_check_understands_what_torch_accepts(judge, number, replacements, words):
+def test_a_check_sees_what_a_program_does_however_it_is_written(judge, number, replacements, words):
     assert unexpected(judge, number, [("", mended(number, replacements), words)]) == []
 
 
