@@ -11,7 +11,7 @@ CHINESE = Path(__file__).with_name("chinese.json")
 class Sentence(NamedTuple):
     """A sentence, or a part of one, that has not yet a language."""
 
-    template: str  # in English, such as "rank {rank} was killed"
+    template: str  # in English, such as "rank {rank} waits in {line}"
     values: dict  # of its names: numbers, texts, other sentences
 
 

@@ -12,6 +12,7 @@ import copy
 import importlib
 import pickle
 import re
+import signal
 import textwrap
 from pathlib import Path
 
@@ -79,14 +80,14 @@ def load_check(exercise):
 
 
 def read_records(folder, count):
-    """Return the Records of all ranks. A rank that was killed has an empty one.
+    """Return the Records of all ranks. A rank that was killed has one without events.
 
     In place of the images in a batch there are their numbers in the data of rank 0.
     """
     records = []
     for rank in range(count):
         path = folder / f"record-{rank}"
-        records.append(pickle.loads(path.read_bytes()) if path.exists() else Record(rank))
+        records.append(pickle.loads(path.read_bytes()) if path.exists() else killed(folder, rank))
     data = records[0].data
     if data is not None:
         numbers = {key(image): number for number, image in enumerate(data)}
@@ -95,6 +96,20 @@ def read_records(folder, count):
                 number_images(event, data[0].numel(), numbers) for event in record.events
             ]
     return records
+
+
+def killed(folder, rank):
+    """Return the Record of a rank that could not write one. It is empty if the rank never ran."""
+    record = Record(rank)
+    if (folder / f"killed-{rank}").exists():
+        code, record.line = map(int, (folder / f"killed-{rank}").read_text().split())
+        if code < 0:
+            record.signal = signal.Signals(-code).name
+        else:  # it left from C
+            record.exit_code = code
+    if (folder / f"output-{rank}").exists():
+        record.output = (folder / f"output-{rank}").read_text(errors="replace")
+    return record
 
 
 def number_images(event, size, numbers):
@@ -115,7 +130,8 @@ def key(image):
 
 
 def show_output(ranks):
-    """Return what the ranks printed, each line with its rank."""
+    """Return what the ranks printed, each line with its rank. One that was killed comes last."""
+    ranks = sorted(ranks, key=lambda one: one.signal is not None)
     lines = [f"rank {one.rank} | {line}" for one in ranks for line in one.output.splitlines()]
     return "\n".join(lines)
 
@@ -166,7 +182,9 @@ def lost_another(rank):
 
 
 def line_of(rank, source):
-    text = source[rank.line - 1].strip() if rank.line else ""
+    if not rank.line:
+        return say("code outside the file")
+    text = source[rank.line - 1].strip()
     return say("line {line}, `{text}`", line=rank.line, text=text)
 
 
@@ -178,8 +196,14 @@ def where(rank, source, template=WAITS):
     if rank.error:
         error = describe_error(rank)
         return say("rank {rank}, {line}: {error}", rank=rank.rank, line=line, error=error)
-    if rank.exit_code is None:
-        return say("rank {rank} was killed", rank=rank.rank)
+    if rank.signal:
+        place = say(", last seen in {line}", line=line) if rank.line else ""
+        return say(
+            "rank {rank} was killed by {signal}{place}",
+            rank=rank.rank,
+            signal=rank.signal,
+            place=place,
+        )
     return say(
         "rank {rank} has ended with exit code {exit_code}", rank=rank.rank, exit_code=rank.exit_code
     )

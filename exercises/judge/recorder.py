@@ -94,8 +94,9 @@ class Record:
         self.variables = {}  # of the program, when it ended: name to pickled value
         self.output = ""
         self.exit_code = None  # None: the rank was stopped
+        self.signal = None  # name of the signal that killed the rank
         self.error = None  # (type, message) of the exception that ended the program
-        self.line = 0  # where the program ended or waits
+        self.line = 0  # where the program ended or waits; 0: outside its file
         self.waits = False  # in a call, when the rank was stopped
 
 
@@ -291,7 +292,9 @@ class Recorder(TorchDispatchMode):
         if cause:
             message += f" (after {type(cause).__name__}: {cause})"
         self.record.error = (type(error).__name__, message)
-        print(f"line {self.record.line}:", *traceback.format_exception_only(error), sep="\n")
+        if self.record.line:
+            print(f"line {self.record.line}:")
+        print(*traceback.format_exception_only(error), sep="\n")
 
 
 def is_data(value):

@@ -93,6 +93,7 @@ class Rank:
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
+        self.read_reports()
         self.connection.close()
 
 
@@ -105,7 +106,8 @@ def run_rank(*arguments):
 def run(program, setup, folder, limit=LIMIT):
     """Run a program in several ranks. Return "ended", "hangs", "failed" or "limit".
 
-    The records of the ranks are then in the folder: record-0, record-1, ...
+    The records of the ranks are then in the folder: record-0, record-1, ... In place of the record
+    of a rank that was killed, there is killed-0 with its exit code and the last line it reported.
     """
     port = free_port()
     size = len(setup.local_ranks)
@@ -115,8 +117,11 @@ def run(program, setup, folder, limit=LIMIT):
     finally:
         for rank in ranks:
             rank.stop()
-        for rank in ranks:
+        for number, rank in enumerate(ranks):
             rank.end()
+            if not (folder / f"record-{number}").exists():
+                line = rank.reports[-1][1] if rank.reports else 0
+                (folder / f"killed-{number}").write_text(f"{rank.exit_code} {line}")
 
 
 def watch(ranks, limit):

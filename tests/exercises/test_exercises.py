@@ -170,7 +170,8 @@ LINE = solution_with("HERE").splitlines().index("HERE") + 1
         ("if True", f"line {LINE}, `if True`: SyntaxError: expected ':'"),
         ("raise ValueError('odd')", f"rank 0, line {LINE}, `raise ValueError('odd')`: ValueError"),
         ("if rank: raise SystemExit(3)", "The program failed: rank 1 has ended with exit code 3."),
-        ("import os; os.kill(os.getpid(), 9)", "The program failed: rank 0 was killed."),
+        ("import os; os.kill(os.getpid(), 9)", "The program failed: rank 0 was killed by SIGKILL"),
+        ("text = '\0'", "The program failed: rank 0, code outside the file: "),
         ("if rank: raise SystemExit", "but rank 1 has ended with exit code 0."),
         ("net = model; del model", "I expected a variable `model` at the end of the program"),
         ("raise SystemExit", "I see no image that is trained"),
@@ -178,6 +179,15 @@ LINE = solution_with("HERE").splitlines().index("HERE") + 1
 )
 def test_a_program_that_fails_is_refused_with_a_sentence(judge, code, words):
     assert unexpected(judge, 1, [(code, solution_with(code), words)]) == []
+
+
+def test_a_killed_rank_is_named_with_its_signal_its_line_and_the_end_of_its_output(judge):
+    code = "import time; time.sleep(1); os.write(2, b'what(): too long'); os.abort()"
+    answer = judge(1, solution_with(f"import os; os.write(1, b'begin\\n')\nif rank == 0: {code}"))
+    text = text_of(answer.sentence, "en")
+    assert "rank 0 was killed by SIGABRT, last seen in line" in text and "`if rank == 0:" in text
+    assert "被 SIGABRT 杀死，最后执行到第" in text_of(answer.sentence, "zh")
+    assert answer.output.splitlines()[-1] == "rank 0 | what(): too long"
 
 
 def test_a_program_that_hangs_is_stopped_and_the_page_shows_the_answer(judge):
