@@ -11,6 +11,7 @@ Your files are in exercises/mine/: edit them there. You need no GPU.
 import itertools
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -82,7 +83,7 @@ class Reader:
         self.limit = args.limit
         self.flags = ["--zh"] if args.zh else []  # to repeat in the commands that are shown
         if args.folder != HERE / "mine":
-            self.flags += ["--folder", str(args.folder)]
+            self.flags += ["--folder", shlex.quote(str(args.folder))]
 
     def print(self, template, **values):
         """Print a sentence in the reader's language."""
@@ -100,13 +101,16 @@ class Reader:
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             _, code = split_docstring((FOLDERS[number] / "program.py").read_text())
-            path.write_text(f'"""{self.texts[number].task}\n"""{code}')
+            path.write_text(f'"""{self.texts[number].task}\n"""{code}', encoding="utf-8")
         return path
 
     def passed(self):
-        """Return the numbers of the exercises that were passed."""
+        """Return the numbers of the exercises that were passed; [] if nobody can read them."""
         file = self.folder / "passed.json"
-        return json.loads(file.read_text()) if file.exists() else []
+        try:
+            return [n for n in json.loads(file.read_text()) if n in self.texts]
+        except (OSError, ValueError, TypeError):
+            return []
 
     def note(self, number, is_passed):
         """Note whether the file of an exercise, as it is now, has passed."""
@@ -228,10 +232,10 @@ class Reader:
         while True:
             self.print_task(number)
             print()
-            checked = self.path(number).read_text()
+            checked = self.path(number).read_bytes()
             while self.check(number):
                 self.wait_for_change(self.path(number), checked)
-                checked = self.path(number).read_text()
+                checked = self.path(number).read_bytes()
             if len(self.passed()) == len(self.texts):
                 return
             number = self.next_number(number)
@@ -240,7 +244,7 @@ class Reader:
     def wait_for_change(self, path, checked):
         """Wait until a file has another text than the one that was checked."""
         self.print("waiting until you save the file ...")
-        while not path.exists() or path.read_text() in ("", checked):  # editors empty it first
+        while not path.exists() or path.read_bytes() in (b"", checked):  # editors empty it first
             time.sleep(POLL)
 
 

@@ -149,7 +149,7 @@ def refuse_what_did_not_end(result, ranks, program, may_fail, variables):
         may_fail: whether a program that fails may be right.
         variables: environment variables to mention, for a run that is not the first one.
     """
-    source = Path(program).read_text().splitlines()
+    source = Path(program).read_text(encoding="utf-8").splitlines()
     names = ", ".join(f"{name}={value}" for name, value in variables.items())
     run = say(", in the run with {names}", names=names) if names else ""
     if result == "hangs":

@@ -407,7 +407,7 @@ def run_rank(program, rank, environment, folder, connection):
     os._exit = leave
     code = 0
     try:
-        source = compile(program.read_text(), str(program), "exec")
+        source = compile(program.read_text(encoding="utf-8"), str(program), "exec")
         with recorder:
             exec(source, module.__dict__)
     except SystemExit as error:

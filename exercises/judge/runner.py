@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from exercises.sentences import Sentence
+from exercises.sentences import Sentence, say
 
 LIMIT = 60  # seconds for a program that computes; one that waits is stopped earlier
 STILL = 3  # seconds without progress of any rank after which they are said to hang
@@ -172,6 +172,11 @@ def check(exercise, program, limit=LIMIT):
         An Answer.
     """
     program = Path(program).resolve()
+    try:
+        program.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        sentence = say("The file holds characters that are not UTF-8: please save it as UTF-8.")
+        return Answer(False, sentence, "")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for k, setup in enumerate(ask("setups", exercise)):

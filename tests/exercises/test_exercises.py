@@ -272,8 +272,8 @@ def check(english_locale, tmp_path, monkeypatch, capsys):
     It runs in this process, which has a fork server already.
     """
 
-    def check(*flags):
-        monkeypatch.setattr(sys, "argv", ["check.py", *map(str, flags), "--folder", str(tmp_path)])
+    def check(*flags, at=tmp_path):
+        monkeypatch.setattr(sys, "argv", ["check.py", *map(str, flags), "--folder", str(at)])
         code = 0
         try:
             check_command.main()
@@ -396,12 +396,26 @@ def test_all_checks_the_files_that_exist(check, tmp_path):
     assert len(re.findall(r"^.. - .* no file$", out, re.M)) == len(NUMBERS) - 1
 
 
+def test_a_file_that_is_not_utf_8_and_a_damaged_note_are_no_tracebacks(check, tmp_path):
+    folder = tmp_path / "my files"
+    folder.mkdir()
+    (folder / "passed.json").write_text("[1, 2")
+    (folder / MINE).write_bytes("# 你好\n".encode("gbk"))
+    code, out = check(1, "--zh", at=folder)
+    assert code == 1 and "请把文件保存为 UTF-8 编码" in out
+    code, out = check(1, at=folder)
+    assert code == 1 and "not yet: The file holds characters that are not UTF-8" in out
+    assert f"python exercises/check.py 1 --hint --folder '{folder}'" in out
+
+
 def test_watch_notices_a_saved_mend_and_goes_on_to_the_next(english_locale, tmp_path):
     (tmp_path / "passed.json").write_text(json.dumps([1, 2, 3]))
     watching = start("exercises/check.py", 4, "--watch", "--folder", tmp_path)
     assert "not yet: Rank 2 chose cuda:2" in read_until(watching, "waiting until you save")
     mine = tmp_path / check_command.name_of(4)
     mine.write_text("")  # as some editors do
+    mine.write_bytes("# 你好\n".encode("gbk"))
+    assert "not UTF-8" in read_until(watching, "waiting until you save")
     solve(tmp_path, 4)
     read_until(watching, "passed: on two machines")
     read_until(watching, "Exercise 5: ")
