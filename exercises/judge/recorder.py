@@ -5,6 +5,7 @@ import datetime
 import functools
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -368,6 +369,7 @@ def run_rank(program, rank, environment, folder, connection):
     if later:
         move_clocks(later)
     os.setpgrp()  # a signal for the group of this process does not reach check.py
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     os.chdir(folder)  # a program may save files
     torch.set_num_threads(1)
     torch.seed()  # else all ranks would go on with the random numbers of the server process

@@ -7,6 +7,8 @@ second, not ten. They get the environment variables that torchrun would set.
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
+import signal
 import socket
 import tempfile
 import time
@@ -152,6 +154,13 @@ def free_port():
         return listener.getsockname()[1]
 
 
+def start_server():
+    """Start the server process, which would print a traceback if Ctrl-C met its imports."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits
+    multiprocessing.forkserver.ensure_running()
+    signal.signal(signal.SIGINT, before)
+
+
 class Answer(NamedTuple):
     """What check.py says about a program."""
 
@@ -177,6 +186,7 @@ def check(exercise, program, limit=LIMIT):
     except UnicodeDecodeError:
         sentence = say("The file holds characters that are not UTF-8: please save it as UTF-8.")
         return Answer(False, sentence, "")
+    start_server()
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for k, setup in enumerate(ask("setups", exercise)):
@@ -209,4 +219,5 @@ def ask(function, *arguments):
 def answer(function, arguments, connection):
     from exercises.judge import judging
 
-    connection.send(getattr(judging, function)(*arguments))
+    with contextlib.suppress(BrokenPipeError):  # after Ctrl-C, nobody waits for the answer
+        connection.send(getattr(judging, function)(*arguments))

@@ -6,6 +6,7 @@ Each is run: a check that passes a wrong mend is worse than none.
 
 import ast
 import json
+import os
 import re
 import runpy
 import signal
@@ -444,3 +445,13 @@ def test_ctrl_c_ends_the_ranks_too(english_locale, tmp_path):
     checking.send_signal(signal.SIGINT)
     assert finished(checking)[0] == 130
     assert gone([server, *started])
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_first_second_prints_no_traceback(english_locale, tmp_path):
+    checking = start("exercises/check.py", 5, "--folder", tmp_path)
+    wait_for(lambda: [*filter(is_server, psutil.Process(checking.pid).children())])
+    time.sleep(0.5)  # the server imports torch
+    os.killpg(checking.pid, signal.SIGINT)  # as a terminal does
+    code, _, err = finished(checking)
+    assert (code, err) == (130, "")
