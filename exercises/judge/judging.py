@@ -295,11 +295,7 @@ def variable(rank, name):
 def first_difference(ranks):
     """Return the number of the first training step after which the weights of ranks differ.
 
-    Args:
-        ranks: of each rank, its weights after each training step.
-
-    Returns:
-        The number, counted from 1; None if the weights are always equal.
+    Of each rank, its weights after each step are given. Counted from 1; None if always equal.
     """
     for k, (first, *others) in enumerate(zip(*ranks, strict=False), 1):
         if not all(same(first, weights) for weights in others):
@@ -431,9 +427,8 @@ def refuse_other_training(ranks, max_norm=None):
     if same(before, weights[0][-1]):
         refuse("The training does not change the weights.")
     clips = say(" and clips their gradient") if max_norm else ""
-    for k, (alone, together) in enumerate(
-        zip(train_alone(ranks, max_norm), weights[0], strict=True), 1
-    ):
+    pairs = zip(train_alone(ranks, max_norm), weights[0], strict=True)
+    for k, (alone, together) in enumerate(pairs, 1):
         if not same(alone, together, 1e-4):
             refuse(
                 "The ranks have equal weights, but after training step {step} not those of one"
