@@ -144,7 +144,9 @@ def wait_for_slow_disks(rank):
         time.sleep(6)
         return original(path)
 
-    checkpoint.write_file, checkpoint.read_file, datasets.build_datasets = write, read, build
+    datasets.build_datasets = build
+    checkpoint.write_file = write
+    checkpoint.read_file = read
 
 
 def test_a_slow_disk_is_waited_for_longer_than_the_timeout(train, one_each, tmp_path):
