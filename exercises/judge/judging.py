@@ -24,6 +24,7 @@ from exercises.judge.runner import Setup
 from exercises.sentences import joined, say
 
 WAITS, RUNS = "rank {rank} waits in {line}", "rank {rank} is in {line}"
+NUMBER = 8  # bytes of one number
 PLACES = "{before}; {after}"  # of two ranks or more
 
 
@@ -562,11 +563,12 @@ def gradient_messages(rank):
     """Return the Messages of a rank after its first forward pass.
 
     Without broadcasts: torch's DDP sends some before the second step, when it divides buckets anew.
+    And without those of one number, such as a loss that is printed, or of none, as a barrier.
     """
     kinds = [event.kind for event in rank.events]
     events = rank.events[kinds.index("batch") :] if "batch" in kinds else []
     sent = [event.value for event in events if event.kind == "message"]
-    return [message for message in sent if message.name not in ("broadcast", "barrier")]
+    return [one for one in sent if one.name != "broadcast" and one.size > NUMBER]
 
 
 def sent_per_step(rank):
