@@ -5,6 +5,7 @@ second, not ten. They get the environment variables that torchrun would set.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -154,6 +155,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
+@functools.cache  # once: meanwhile a Ctrl-C is lost
 def start_server():
     """Start the server process, which would print a traceback if Ctrl-C met its imports."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits
