@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 from imagenet.signals import EXIT_REQUEUE
 from tools import record_scenes, steps
 from tools.book import book, chinese, comments
-from tools.book.pages import chinese_pages
+from tools.book.pages import SEE_LINK, chinese_pages
 
 PAGES = book.pages()
 FENCE = re.compile(
@@ -164,6 +164,8 @@ def test_links_lead_to_a_file_or_a_heading():
                 anchor = ""
             if not leads_on or (anchor and anchor not in chinese.slugs(there)):
                 broken.append(f"{page.name}: {target}")
+        links = SEE_LINK.finditer(text)
+        broken += [f"{page.name}: open it from where? {link[0]}" for link in links if not link[3]]
     assert not broken
 
 

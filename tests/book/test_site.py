@@ -45,6 +45,9 @@ def test_the_site_is_built_and_shown_and_searched_in_both_languages(tmp_path):
         for address in re.findall(r'nav-link" href="([^"]+)" lang="', path.read_text())
         if not (path.parent / address).is_file()
     ]
+    for path in tmp_path.rglob("*.html"):
+        if re.search("from your clone|克隆的仓库里打开", path.read_text()):
+            problems.append(f"{path}: the site needs no clone")
     with browser() as page:
         page.on(
             "console",

@@ -9,6 +9,12 @@ BLOCK = re.compile(r"^(<!-- (?!only)(\w+): (.+?) -->\n)(.*?)^(<!-- end -->)$", r
 # What only the readers of a Chinese page need. It has no English passage.
 ONLY_CHINESE = re.compile(r"^<!-- only: zh -->$.*?^<!-- end -->$", re.M | re.S)
 
+# A link to docs/see/, and what stands behind it, since a code host shows the source of such a page
+SEE_LINK = re.compile(
+    r"\[([^]]+)\]\(([^\s)]*see/index\.html[^\s)]*)\)"
+    r"(\s\(open\sit\sfrom\syour\sclone\)|（从克隆的仓库里打开）)?"
+)
+
 
 def pages():
     """Return the English pages."""

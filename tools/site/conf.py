@@ -22,7 +22,7 @@ SEE = ROOT / "docs/see"
 sys.path.insert(0, str(ROOT))
 
 from tools.book.chinese import translate_notebook
-from tools.book.pages import chinese_page, notebooks
+from tools.book.pages import SEE_LINK, chinese_page, notebooks
 
 CHINESE = os.environ["SITE_LANGUAGE"] == "zh"
 OTHER_SITE = "../" if CHINESE else "zh/"  # seen from the root of this site
@@ -90,9 +90,8 @@ include_patterns = [f"{docname(page)}{page.suffix}" for page in PAGES]
 
 def change_source(app, name, source):
     """Add the contents to the first page; translate notebooks, and fold their code."""
-    # MyST would make a download of a link to the page of recorded runs
-    link = r"\[([^]]+)\]\(([^\s)]*see/index\.html[^\s)]*)\)"
-    source[0] = re.sub(link, r'<a href="\2">\1</a>', source[0])
+    # MyST would make a download of a link to the page of recorded runs. The site needs no clone.
+    source[0] = SEE_LINK.sub(r'<a href="\2">\1</a>', source[0])
     if name == root_doc:
         for captions, pages in GROUPS.items():
             names = "\n".join(f"/{docname(page)}" for page in pages)
