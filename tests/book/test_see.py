@@ -105,13 +105,15 @@ def flat(value):
 
 
 @pytest.mark.slow
-def test_the_stills_show_what_the_page_shows():
+def test_the_stills_show_what_the_page_shows_and_cut_nothing():
     need_browser()
     with stills.browser(**stills.SIZE) as page:
         for language, folder in stills.LANGUAGES.items():
             for name in stills.STILLS:
                 kept = Image.open(folder / f"{name}.png").text["Shows"]
-                assert stills.show(page, name, language) == kept, "python tools/book/stills.py"
+                shown, cut = stills.show(page, name, language)
+                assert shown == kept, "python tools/book/stills.py"
+                assert not cut, (name, language)
 
 
 @pytest.mark.slow
