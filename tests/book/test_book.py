@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import pytest
@@ -27,8 +28,10 @@ from torch.distributed.run import get_args_parser
 
 from imagenet.signals import EXIT_REQUEUE
 from tools import record_scenes, steps
-from tools.book import book, chinese, comments
+from tools.book import book, chinese, comments, gpu_figures
 from tools.book.pages import SEE_LINK, chinese_pages
+from tools.book.tables import speeds
+from tools.records import group, records
 
 PAGES = book.pages()
 FENCE = re.compile(
@@ -180,6 +183,27 @@ def test_the_readme_shows_lines_of_the_shortest_script():
     (diff,) = fences(ROOT / "README.md", "diff")
     added = re.findall(r"^\+ *(.+)", diff["text"], re.M)
     assert len(added) > 4 and all(line in script for line in added)
+
+
+def test_the_pages_compare_speeds_on_a_gpu_as_recorded():
+    runs = [run for run in records("train") if run["device"] != "cpu" and not run["compile"]]
+    speed = {name: median(speeds(same)) for name, same in group(runs, "run").items()}
+    ours, plain, bf16 = speed["dummy"], speed["example"], speed["example-amp"]
+    (mlperf,) = (
+        run["images_per_second"]
+        for run in gpu_figures.published()["resnet50"]
+        if "H200" in run["gpu"]
+    )
+    shares = [f"{100 * share:.0f} ?%" for share in (ours / speed["bare"], plain / ours)]
+    factors = [f"{mlperf / ours:.1f}", f"{bf16 / plain:.2f}", f"{ours / bf16:.2f}"]
+    for readme, page in (("README", "docs/performance"), ("README.zh-CN", "docs/zh/performance")):
+        text = (ROOT / f"{page}.md").read_text()
+        (paragraph,) = re.findall(r"^\*\*(?:On one|在一块) H200.*?\n\n", text, re.M | re.S)
+        assert all(re.search(number, paragraph) for number in (*shares, *factors))
+        text = (ROOT / f"{readme}.md").read_text()
+        assert all(
+            re.search(n, text) for n in (f"{round(ours, -2):,.0f}", shares[0], f"{mlperf:,}")
+        )
 
 
 def test_the_readme_names_the_size_of_each_script():
