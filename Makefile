@@ -1,5 +1,5 @@
 # `make demo` trains a model twice. `make test` checks the code.
-# The first run of each installs the packages in .venv; later runs start at once.
+# The first run of each installs the packages that it needs in .venv; later runs start at once.
 
 PYTHON ?= python3
 VENV := .venv
@@ -46,11 +46,11 @@ lint: $(VENV)/ready-dev  ## check style, formatting, and stale Chinese passages
 # The notebooks in the repository hold the charts of the docs. Those of other machines are written to .venv/charts/.
 EXECUTED := $(if $(FIGURES)$(filter-out $(OURS),$(MACHINE)),$(VENV)/charts,notebooks)
 
-charts: $(VENV)/ready  ## redraw docs/figures/ and notebooks/ from results/; for your machine: MACHINE=name
+charts: $(VENV)/ready-charts  ## redraw docs/figures/ and notebooks/ from results/; for your machine: MACHINE=name
 	@set -e; for notebook in $(filter-out %/kaggle.ipynb,$(wildcard notebooks/*.ipynb)); do name=`basename $$notebook .ipynb`; \
 		if [ -e results/$$name/$(MACHINE).jsonl ]; then \
 			echo "drawing $$name from results/$$name/$(MACHINE).jsonl"; drawn=1; \
-			MACHINE=$(MACHINE) $(RUN) -m jupyter nbconvert --log-level=ERROR --to notebook --execute \
+			MACHINE=$(MACHINE) $(RUN) -m nbconvert --log-level=ERROR --to notebook --execute \
 				--ExecutePreprocessor.record_timing=False --output-dir $(EXECUTED) $$notebook; \
 		else echo "skipping $$name, which is not recorded: $(RUN) tools/experiments.py $$name --machine $(MACHINE)"; \
 		fi; \
@@ -75,13 +75,11 @@ $(VENV)/ready: requirements.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt $(TORCH)
 	@touch $@
 
-$(VENV)/ready-dev: requirements-dev.txt $(VENV)/ready
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+$(VENV)/ready-%: requirements-%.txt $(VENV)/ready
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-$(VENV)/ready-site: requirements-site.txt $(VENV)/ready-dev
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-site.txt
-	@touch $@
+$(VENV)/ready-dev: requirements-charts.txt  # is a part of requirements-dev.txt
 
 VENV_PACKAGE = $(PYTHON) -c 'import sys; print("python3.%d-venv" % sys.version_info[1])'
 
@@ -92,6 +90,6 @@ define make_venv
 	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		[ "`id -u`" = 0 ] && echo "installing `$(VENV_PACKAGE)`" && apt-get update -qq && apt-get install -y -qq `$(VENV_PACKAGE)`; } || { \
 		echo "make: $(PYTHON) cannot create a virtual environment: run sudo apt-get install `$(VENV_PACKAGE)` and try again" >&2; exit 2; }; \
-	echo "setting up $(VENV), once: about two minutes and 6 GB"; \
+	echo "setting up $(VENV), once: 3 GB to download, 6 GB on disk; without an NVIDIA GPU see README.md, Start"; \
 	$(PYTHON) -m venv $(VENV)
 endef

@@ -1,6 +1,7 @@
 """The flags of 06, checked before anything is loaded."""
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -80,6 +81,13 @@ def interval(text):
     return Interval(number=int(match[1]), is_time=match[2] == "s")
 
 
+def event_folder(text):
+    """The type of --tensorboard: the name of a folder."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise argparse.ArgumentTypeError("tensorboard is not installed; pip install tensorboard")
+    return text
+
+
 def add_machine_flags(parser):
     """Add the flags that decide how to compute, not what; tools/bench/train.py has them too."""
     add_flags(parser.add_argument_group("computation"), COMPUTATION)
@@ -157,7 +165,7 @@ RUN = [  # what happens beside the training
     ("--time-communication", bool, False,
      "time it on GPUs too, which slows the backward pass a little"),
     ("--log-file FILE", output_file, None, "append one JSON line per epoch to FILE"),
-    ("--tensorboard DIR", str, None, "write event files for TensorBoard"),
+    ("--tensorboard DIR", event_folder, None, "write event files for TensorBoard"),
     ("--deterministic", bool, False, "the same bits in every run; slower"),
 ]
 COMPUTATION = [  # how to compute, not what

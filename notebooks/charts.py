@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from statistics import mean, median
 
-import matplotlib.pyplot as plt
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("matplotlib is not installed: pip install -r requirements-charts.txt")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the notebooks import tools too

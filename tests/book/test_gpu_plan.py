@@ -141,13 +141,16 @@ def test_every_script_of_the_list_takes_its_flags(monkeypatch):
 
 @pytest.fixture
 def without_other_packages(tmp_path):
-    """The environment of a machine without jupyter, and of the packages for tests with two only."""
-    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    """The environment of a machine with requirements.txt, and of the packages for tests with two
+    only.
+    """
+    files = [ROOT / f"requirements-{name}.txt" for name in ("charts", "dev")]
+    lines = [line for file in files for line in file.read_text().splitlines()]
     names = {re.match(r"[\w.-]*", line)[0] for line in lines} | {"nbclient", "nbformat"}
     others = names - {"", "pytest", "pytest-timeout", "psutil"}
     modules = importlib.metadata.packages_distributions().items()
     blocked = {module for module, owners in modules if others & {owner.lower() for owner in owners}}
-    assert {"nbclient", "markdown_it", "scipy"} <= blocked and "torch" not in blocked
+    assert {"nbclient", "matplotlib", "scipy"} <= blocked and "torch" not in blocked
     (tmp_path / "blocker").mkdir()
     nothing = f"import sys; sys.modules.update(dict.fromkeys({blocked}))"
     (tmp_path / "blocker/sitecustomize.py").write_text(nothing)

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -121,6 +123,57 @@ def test_a_python_that_is_too_old_or_lacks_venv_is_named(tmp_path):
     end = make("demo", f"PYTHON={python}", cwd=tmp_path, PATH=path)
     assert end.returncode == 2 and "sudo apt-get install python3.12-venv" in end.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "files", "others"),
+    [
+        ("demo", [""], ["matplotlib", "tensorboard", "pytest", "sphinx"]),
+        ("charts", ["", "-charts"], ["tensorboard", "pytest", "sphinx"]),
+        ("test", ["", "-dev"], ["sphinx", "playwright"]),
+        ("lint", ["", "-dev"], ["sphinx", "playwright"]),
+        ("site", ["", "-site"], ["matplotlib", "tensorboard", "pytest"]),
+    ],
+)
+def test_a_make_command_installs_what_it_needs_and_no_more(tmp_path, command, files, others):
+    """A Python that only notes its arguments, which is also the one of the environment."""
+    for path in [ROOT / "Makefile", *ROOT.glob("requirements*.txt")]:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    for program in ("python", "ruff"):
+        fake(tmp_path, program, f'echo "$@" >> {tmp_path}/log')
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/bin").symlink_to(tmp_path)
+    make(command, f"PYTHON={tmp_path}/python", cwd=tmp_path)
+    installs = re.findall(r"pip install .*-r (\S+)", (tmp_path / "log").read_text())
+    assert installs == [f"requirements{name}.txt" for name in files]
+    installed = "".join(packages_of(tmp_path / name) for name in installs)
+    assert "torch>=" in installed and "tqdm>=" in installed
+    assert not [name for name in others if f"{name}>=" in installed]
+
+
+def packages_of(file):
+    """What pip reads in a file, and in those that it includes."""
+    return re.sub(r"-r (.*)", lambda found: packages_of(file.parent / found[1]), file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("script", "package", "install"),
+    [
+        ("tools/book/figures.py", "matplotlib", "pip install -r requirements-charts.txt"),
+        ("tools/book/gpu_figures.py", "matplotlib", "pip install -r requirements-charts.txt"),
+        ("tools/book/chinese.py", "markdown_it", "pip install -r requirements-dev.txt"),
+        ("tools/book/stills.py", "playwright", "pip install playwright"),
+        ("tools/lab/slurm_cluster.py", "psutil", "pip install psutil"),
+    ],
+)
+def test_a_tool_without_its_package_says_in_one_line_how_to_install_it(script, package, install):
+    absent = f"import sys; sys.modules[{package!r}] = None; sys.argv = sys.argv[1:]"
+    run = f"import runpy; runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
+    command = [sys.executable, "-c", f"{absent}; {run}", script]
+    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert end.returncode == 1 and end.stderr.strip().endswith(f" is not installed: {install}")
+    assert end.stderr.count("\n") == 1
 
 
 # The steps of the ladder

@@ -1,6 +1,7 @@
 """The flags of 06, its recipes, and what it refuses before it trains."""
 
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +119,14 @@ def test_a_wrong_flag_is_one_line(capsys):
         with pytest.raises(SystemExit) as end:
             parse_06(*flags)
         assert end.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
+
+
+def test_tensorboard_without_the_package_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(SystemExit) as end:
+        parse_06("x", "--tensorboard", "runs")
+    message = "argument --tensorboard: tensorboard is not installed; pip install tensorboard"
+    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_compile_without_a_compiler_says_what_to_install(monkeypatch, capsys):

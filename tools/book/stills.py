@@ -46,8 +46,10 @@ CUT = """() => [...document.querySelectorAll("#scene *")].filter(element => {
 @contextlib.contextmanager
 def browser(**options):
     """Yield an empty page of Chromium. The options are those of playwright's new_page()."""
-    from playwright.sync_api import sync_playwright  # only in the environment that builds the site
-
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        sys.exit("stills.py: error: playwright is not installed: pip install playwright")
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("stills.py: error: found no chromium: apt-get install chromium")

@@ -23,7 +23,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
+try:
+    import psutil
+except ImportError:
+    sys.exit("slurm_cluster.py: error: psutil is not installed: pip install psutil")
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["slurmctld", "slurmd", "munged", "unshare"]
