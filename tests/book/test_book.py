@@ -248,7 +248,7 @@ def check_python(arguments, monkeypatch):
     if arguments[0] == "-c":
         compile(arguments[1], "-c", "exec")
     # the reader's own, and TorchFT's
-    if arguments[0] in ("-c", "-m", "train.py", "train_ddp.py"):
+    if arguments[0] in ("-c", "-m", "train.py", "original.py", "train_ddp.py"):
         return
     file, *given = arguments
     assert (ROOT / file).exists(), file

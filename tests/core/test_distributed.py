@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from launchers import TRAIN, by_hand, meet, mpirun, slurm_step, srun, torchrun, without
 from on_hosts import without_launcher
-from processes import ROOT, finished, start_copy
+from processes import ROOT, finished, read_until, start_copy
 from ranks import Ranks
 
 from common import distributed
@@ -616,15 +616,29 @@ def by_python(rank):
     without_launcher()
 
 
+def short_version():
+    page = (ROOT / "docs/copy-setup-distributed.md").read_text()
+    return re.search("```python\n(# torchrun\n[^`]*def setup.*?)```", page, re.S)[1]
+
+
 @pytest.mark.parametrize(
     ("prepare", "world_size"), [(None, 2), (as_a_task_of_srun, 2), (by_python, 1)]
 )
 def test_the_short_version_of_the_docs_works(tmp_path, prepare, world_size):
     """Under torchrun, srun and python."""
-    page = (ROOT / "docs/copy-setup-distributed.md").read_text()
-    code = re.search("```python\n(# torchrun\n[^`]*def setup.*?)```", page, re.S)[1]
-    (tmp_path / "short.py").write_text(code)
+    (tmp_path / "short.py").write_text(short_version())
     script = str(tmp_path / "short.py")
     ranks = Ranks(tmp_path, world_size, [], prepare=prepare, script=script)
     assert ranks.wait() == [0] * world_size, ranks.output()
     assert ranks.output() == f"{world_size} ranks, sum {world_size}\n"
+
+
+def test_two_trainings_of_one_process_run_at_once_with_the_short_version(tmp_path):
+    """Each keeps its process group until both have one."""
+    wait = "print('joined', flush=True)\nwhile not os.path.exists('both'):\n    pass\ndist.destroy"
+    (tmp_path / "short.py").write_text(short_version().replace("dist.destroy", wait))
+    both = [start_copy(tmp_path, "short.py") for _ in range(2)]
+    for process in both:
+        read_until(process, "joined")
+    (tmp_path / "both").touch()
+    assert outputs(*both) == []  # nothing after what was read
