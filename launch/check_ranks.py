@@ -22,6 +22,7 @@ os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 # Behind the reader's own modules. mp.spawn gives this path to the processes that it starts.
 sys.path.append(str(Path(__file__).resolve().parent))
 
+from rank_watch import script
 from rank_watch.recorder import Recorder, watch
 
 
@@ -51,6 +52,10 @@ def parse_args():
 
 def main():
     args = parse_args()
+    if not args.module:
+        script.exit_unless_python(
+            args.script, "torchrun --nproc-per-node=2 launch/check_ranks.py train.py"
+        )
     # A run that ends after some steps leaves semaphores, of which Python would warn.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     Recorder(args.steps, args.epoch_steps).install()
@@ -59,8 +64,7 @@ def main():
         sys.path[0] = os.getcwd()
         watch(lambda: runpy.run_module(args.script, run_name="__main__", alter_sys=True))
     else:
-        sys.path[0] = str(Path(args.script).resolve().parent)
-        watch(lambda: runpy.run_path(args.script, run_name="__main__"))
+        watch(lambda: script.run(args.script))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import pickle
-import runpy
 import socket
 import sys
 import threading
@@ -24,6 +23,7 @@ from pathlib import Path
 # Behind the reader's own modules, one of which may be named as one of ours
 sys.path.append(str(Path(__file__).resolve().parent))
 
+from rank_watch import script
 from rank_watch.calls import differences, join
 from rank_watch.places import calls_of, nccl_is_unrecorded, place_of_thread, recorded_calls
 
@@ -68,6 +68,9 @@ def main():
 
 def run(command):
     """Run a script in this process, with a thread that answers questions."""
+    script.exit_unless_python(
+        command[0], "torchrun --nproc-per-node=2 launch/why_hang.py run train.py"
+    )
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch reads it: calls to remember
     known = [names for names in LAUNCHERS if all(os.environ.get(name) for name in names)]
     rank, world_size = [int(os.environ[name]) for name in known[0]] if known else (0, 1)
@@ -77,8 +80,7 @@ def run(command):
     write(FOLDER / f"rank-{rank}.json", me)
     threading.Thread(target=answer, args=(me,), daemon=True).start()
     sys.argv = command
-    sys.path[0] = str(Path(command[0]).resolve().parent)
-    runpy.run_path(command[0], run_name="__main__")
+    script.run(command[0])
 
 
 def answer(me):

@@ -10,6 +10,7 @@ from rank_watch.calls import differences, join
 SAME_SHARE = 0.1  # of the forward passes: fewer equal ones may be equal by chance
 COPY = "docs/copy-setup-distributed.md"
 DATA = "docs/data-loading.md"
+SEED_WITH_RANK = "torch.manual_seed(2**16 * (seed + 1) + rank)"  # as in 03, 04 and 05
 RIGHT_IN_PARTS = "Right if each rank holds a part of the model, or the weights are averaged later"
 RIGHT_IF_SHARED = "Right if ranks share batches, as under model parallelism"
 
@@ -123,7 +124,7 @@ def different_follow(runs):
 def check_weights(runs, judgment):
     """Compare the weights after each training step."""
     compared = set()
-    for steps in together(shared_steps(runs)):
+    for steps in map(in_one_order, together(shared_steps(runs))):
         k = steps[0]["k"]
         if not equal([step["optimizer"] for step in steps]):
             judgment.found.append(
@@ -136,6 +137,12 @@ def check_weights(runs, judgment):
             if equal([step["settings"] for step in steps]):
                 judgment.found.append(explain_weights(runs, steps, different))
             return  # else other settings explain it, and were named
+        note = (
+            f"the ranks gave their parameters to {steps[0]['parameters']['name']} in another order "
+            "(from a set?): right, but no rank can load the optimizer's state of another one"
+        )
+        if "was_sorted" in steps[0] and note not in judgment.notes:
+            judgment.notes.append(note)
         known = [number for number in steps[0]["weights"] if number is not None]
         compared.add((steps[0]["optimizer"], len(known)))
     tensors = sum(count for _, count in compared)
@@ -143,6 +150,27 @@ def check_weights(runs, judgment):
         judgment.compared.append(f"one model ({tensors} tensors of weights)")
     elif any(run.steps for run in runs):
         judgment.notes.append("sharded weights are not compared")
+
+
+def in_one_order(steps):
+    """Return the steps of the ranks, with the parameters in the order of the first rank, by name.
+
+    An optimizer may get them from a set, whose order differs between processes.
+    """
+    keys = [
+        list(zip(step["parameters"]["names"], step["parameters"]["models"], strict=True))
+        for step in steps
+    ]
+    if equal(keys) or len(set(keys[0])) < len(keys[0]) or not equal([set(key) for key in keys]):
+        return steps
+    ordered = []
+    for step, key in zip(steps, keys, strict=True):
+        places = [key.index(one) for one in keys[0]]
+        of = step["parameters"]
+        of = of | {name: [of[name][k] for k in places] for name in ("names", "models", "before")}
+        sorted_step = {name: [step[name][k] for k in places] for name in ("weights", "gradients")}
+        ordered.append(step | sorted_step | {"parameters": of, "was_sorted": True})
+    return ordered
 
 
 def explain_weights(runs, steps, different):
@@ -172,6 +200,11 @@ def explain_weights(runs, steps, different):
             "They differed before the first step: the wrap makes them equal, so something changed "
             "them after it. Load weights on all ranks, or before the wrap"
         )
+    elif "was_sorted" in steps[0] and not different_places([step["gradients"] for step in steps]):
+        cause = (
+            "Their gradients were equal, but the optimizer has its parameters in another order on "
+            "each rank (from a set?): sort them by name"
+        )
     elif not different_places([step["gradients"] for step in steps]):
         cause = "Their gradients were equal: the optimizer's state differs. Load it on all ranks"
     elif past and not through:
@@ -180,6 +213,12 @@ def explain_weights(runs, steps, different):
             f"{past[0].line} the model inside it is called, so the gradients are not averaged. "
             "Call the DistributedDataParallel"
         )
+    elif through and through[-1].ddp not in steps[0]["ddps"]:
+        cause = (
+            f"The DistributedDataParallel that was called at {through[-1].line} is gone, so it "
+            "does not average the gradients: make it once, and keep it in a variable"
+        )
+        page = "docs/concepts.md"
     elif through and not through[-1].sync:
         cause = (
             f"The last forward pass before the step, at {through[-1].line}, is under no_sync(), so "
@@ -242,11 +281,12 @@ def check_data_sets(runs, loaders, judgment):
     hashes = [loader.samples for loader in loaders]
     if all(hashes) and not equal(hashes):
         text = f"the data sets of the ranks at {line} have other samples at the same index"
-        if any(loader.sampler == "DistributedSampler" for loader in loaders):
+        if any(one.sampler == "DistributedSampler" and one.replicas != 1 for one in loaders):
             judgment.found.append(
                 f"{text}, and a DistributedSampler divides them by index: some samples are read by "
                 "several ranks, others by none. Build the data set with the same seed and the same "
-                "order of files on all ranks (docs/data-loading.md)"
+                "order of files on all ranks; if each rank has its own share already, give the "
+                f"sampler num_replicas=1, rank=0 ({DATA})"
             )
         else:
             judgment.notes.append(
@@ -411,6 +451,8 @@ def check_inputs(runs, judgment):
     any_same = False
     for model, all_inputs in passes.items():
         same = [(forward, inputs) for forward, inputs in all_inputs if len(set(inputs)) < len(runs)]
+        if len(same) < len(all_inputs) and len({inputs[0] for _, inputs in same}) == 1:
+            continue  # a fixed example to look at, among others that differ
         any_same = any_same or bool(same)
         if not same or known or len(same) < SAME_SHARE * len(all_inputs):
             continue
@@ -428,7 +470,7 @@ def check_inputs(runs, judgment):
             f"{len(all_inputs)} forward passes of {model} ({same[0][0].line}). Batches that are "
             "cut from the data in order must be cut from another part of it on each rank. Random "
             "batches and noise need another seed on each rank, set after the model is made: "
-            "torch.manual_seed(seed + rank), and numpy's and Python's too if you draw with them. "
+            f"{SEED_WITH_RANK}, and numpy's and Python's too if you draw with them. "
             f"{RIGHT_IF_SHARED} ({COPY})"
         )
     if passes and not any_same and not any("different data" in text for text in judgment.compared):
@@ -467,7 +509,7 @@ def check_random_numbers(runs, judgment):
         judgment.found.append(
             f"all ranks draw the same random numbers {' and '.join(places)}, from "
             f"{' and '.join(names)}: seed with the rank after the model is made, "
-            "torch.manual_seed(seed + rank). Right for a choice that all ranks must share, or if "
+            f"{SEED_WITH_RANK}. Right for a choice that all ranks must share, or if "
             f"you accept equal noise ({DATA}#random-augmentation)"
         )
     for loaders in loaders_together(runs):
@@ -481,7 +523,7 @@ def check_random_numbers(runs, judgment):
                     f"the loader workers of all ranks draw the same random numbers "
                     f"({SOURCES[source]}, loader at {loaders[0].line}): the k-th image of each "
                     "rank is cropped and flipped alike. Seed with the rank before the loader is "
-                    "used: torch.manual_seed(seed + rank), and add the rank to the seed of a "
+                    f"used: {SEED_WITH_RANK}, and add the rank to the seed of a "
                     f"worker_init_fn ({DATA}#random-augmentation)"
                 )
                 break

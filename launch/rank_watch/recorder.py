@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import secrets
 import socket
 import subprocess
@@ -15,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 import zlib
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from rank_watch.places import (
     place_of_thread,
     recorded_calls,
 )
+from rank_watch.script import rank, say, write_error_file
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, get_worker_info
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils import fetch as torch_fetch
+from torch.utils.weak import WeakIdKeyDictionary
 
 PATIENCE = 5  # seconds to connect to the monitor
 SETTINGS = ("lr", "momentum", "betas", "weight_decay")  # of a parameter group
@@ -55,6 +58,12 @@ SOURCES = ("torch", "GPU", "numpy", "random")  # of random numbers
 SHARD_MARKS = ("placements", "_local_shard", "_fsdp_flattened")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+GPU_ERROR = re.compile("CUDA|NCCL|NVIDIA|device_ids", re.IGNORECASE)
+NO_GPU = (
+    "check_ranks.py: the script asks for a GPU, and PyTorch sees none: expected "
+    'init_process_group("gloo"), and the model and the data on the CPU (docs/check-ranks.md)'
+)
+
 exit_process = os._exit
 recorder = None  # of this process
 
@@ -64,6 +73,8 @@ class Recorder:
 
     It collects events, which are dictionaries, and sends them to the monitor as lines of JSON. The
     monitor is a process that rank 0 starts.
+
+    It holds no object of the script: a DDP that only the recorder held would go on to average.
     """
 
     def __init__(self, max_steps, epoch_steps):
@@ -82,26 +93,34 @@ class Recorder:
         self.started_processes = False  # with mp.spawn
 
         self.communicates = False  # a collective has called another one
-        self.optimizers = {}  # an optimizer: its number
-        self.sizes = {}  # of each optimizer: its parameters
-        self.step_frame = None  # of the optimizer that steps: it may step another one
-        self.steps = Counter()  # of each optimizer
+        self.optimizers = WeakIdKeyDictionary()  # an optimizer: its number
+        self.optimizer_count = 0  # of all that have stepped, also of those that are gone
+        self.sizes = WeakIdKeyDictionary()  # of each optimizer: its parameters
+        self.step_code = None  # of torch's function that calls the hooks around a step
+        self.steps = WeakIdKeyDictionary()  # of each optimizer
+        self.all_steps = 0
         self.gradients = []
-        self.wrapped = {}  # a module inside a DDP: the number of the DDP
-        self.ddps = []
-        self.names = {}  # a parameter: its name
-        self.held = {}  # a parameter: the number of its DDP
-        self.used = Counter()  # a parameter of a DDP that looks for unused ones: times it was used
+        self.wrapped = WeakIdKeyDictionary()  # a module inside a DDP: the number of the DDP
+        self.ddps = WeakIdKeyDictionary()  # a DDP: its number
+        self.ddp_count = 0
+        self.names = WeakIdKeyDictionary()  # a parameter: its name
+        self.held = WeakIdKeyDictionary()  # a parameter: the number of its DDP
+        self.used = {}  # the number of a DDP that looks for unused parameters: uses of each
         self.root = None  # the module whose forward pass runs, and which no other module calls
         self.root_pass = 0  # the number of this forward pass
         self.passes = 0  # forward passes that were noted
-        self.loader_lines = {}  # id of a loader: where it was made, and how many were used before
-        self.loaders = {}  # a loader: its number, from its first pass on
-        self.index_samplers = {}  # id of a loader's sampler of batches: the loader's number
+        # a loader: where it was made, and how many were used before
+        self.loader_lines = WeakIdKeyDictionary()
+        self.loaders = WeakIdKeyDictionary()  # a loader: its number, from its first pass on
+        self.iterators = WeakIdKeyDictionary()  # of a loader: the loader's number
+        self.beginning = None  # the number of the loader whose iterator is made now
+        self.data_sets = []  # of each loader: a function that returns it, or None if it is gone
+        self.kept = []  # data sets that probe() reads
         self.worker_states = []  # (loader, shared array)
         self.shared = None  # with the workers that are started now: states, and which moved
         self.random_states = {}  # source: hash
-        self.evaluated = set()  # (model, line) of the evaluation, since the last training pass
+        # a model: lines at which it was evaluated since the last training pass
+        self.evaluated = WeakIdKeyDictionary()
 
     # What torch calls
 
@@ -119,6 +138,7 @@ class Recorder:
         for owner in (dist, dist.distributed_c10d):
             for name in COLLECTIVES:
                 replace(owner, name, functools.partial(self.communicate, name))
+            replace(owner, "destroy_process_group", self.destroy)
         replace(DistributedDataParallel, "__init__", self.wrap)
         replace(torch.autograd, "backward", self.backward)  # which loss.backward() calls
         replace(torch.amp.GradScaler, "update", self.scale)
@@ -151,6 +171,12 @@ class Recorder:
         self.connect()
         return result
 
+    def destroy(self, real, *args, **kwargs):
+        result = real(*args, **kwargs)
+        if not dist.is_initialized():  # the training is over, and main() returns before finish()
+            self.kept = [data_set() for data_set in self.data_sets]
+        return result
+
     def communicate(self, name, real, *args, **kwargs):
         if self.communicates or self.connection is None:
             return real(*args, **kwargs)
@@ -164,34 +190,40 @@ class Recorder:
 
     def wrap(self, real, ddp, module, *args, **kwargs):
         result = real(ddp, module, *args, **kwargs)
-        number = len(self.ddps)
-        self.ddps.append(ddp)
-        self.wrapped |= dict.fromkeys(module.modules(), number)
+        number = self.ddps[ddp] = self.ddp_count
+        self.ddp_count += 1
+        for part in module.modules():
+            self.wrapped[part] = number
+        times = []
         for name, parameter in module.named_parameters():
             self.names[parameter] = name
             if not parameter.requires_grad:
                 continue  # DDP leaves it out, also if it is to train later
             self.held[parameter] = number
             if ddp.find_unused_parameters:
-                parameter.register_post_accumulate_grad_hook(self.count_use)
+                count = functools.partial(count_use, times, len(times))
+                parameter.register_post_accumulate_grad_hook(count)
+                times.append(0)
+        if times:
+            self.used[number] = times
         self.add("model", name=type(module).__name__)
         return result
 
-    def count_use(self, parameter):
-        self.used[parameter] += 1
-
     def before_step(self, optimizer, args, kwargs):
-        if self.is_stepping():  # ZeroRedundancyOptimizer steps another optimizer
+        self.step_code = sys._getframe(1).f_code
+        if self.is_stepping(sys._getframe(2)):  # ZeroRedundancyOptimizer steps another optimizer
             return
-        self.step_frame = sys._getframe(1)
         self.root = None
         parameters = parameters_of(optimizer)
         self.gradients = fingerprints(parameter.grad for parameter in parameters)
         if self.sizes.get(optimizer) != len(parameters):  # new, or with another group of parameters
             self.sizes[optimizer] = len(parameters)
+            if optimizer not in self.optimizers:
+                self.optimizers[optimizer] = self.optimizer_count
+                self.optimizer_count += 1
             self.add(
                 "optimizer",
-                optimizer=self.optimizers.setdefault(optimizer, len(self.optimizers)),
+                optimizer=self.optimizers[optimizer],
                 name=type(optimizer).__name__,
                 names=[self.names.get(parameter, "") for parameter in parameters],
                 models=[self.held.get(parameter) for parameter in parameters],
@@ -199,10 +231,10 @@ class Recorder:
             )
 
     def after_step(self, optimizer, args, kwargs):
-        if sys._getframe(1) is not self.step_frame:
+        if self.is_stepping(sys._getframe(2)):
             return
-        self.step_frame = None
-        self.steps[optimizer] += 1
+        self.all_steps += 1
+        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
         settings = [
             {name: group[name] for name in SETTINGS if name in group}
             for group in optimizer.param_groups
@@ -214,6 +246,7 @@ class Recorder:
             settings=settings,
             gradients=self.gradients,
             weights=fingerprints(parameters_of(optimizer)),
+            ddps=list(self.ddps.values()),
             line=own_line(),
         )
         self.flush()
@@ -223,10 +256,9 @@ class Recorder:
             self.finish("steps", steps=self.steps[optimizer])
             exit_process(self.exit_code(0))
 
-    def is_stepping(self):
-        """Return whether an optimizer is in its step. One whose step raised an error is not."""
-        frame = sys._getframe(1)
-        while frame and frame is not self.step_frame:
+    def is_stepping(self, frame):
+        """Return whether an optimizer is in its step, in this frame or outside of it."""
+        while frame and frame.f_code is not self.step_code:
             frame = frame.f_back
         return frame is not None
 
@@ -259,8 +291,8 @@ class Recorder:
         values = {}
         if training:
             self.evaluated.clear()
-        elif (module, line) not in self.evaluated:
-            self.evaluated.add((module, line))
+        elif line not in self.evaluated.setdefault(module, set()):
+            self.evaluated[module].add(line)
             model = module.module if ddp else module
             norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
             buffers = [getattr(norm, name) for norm in norms for name in STATISTICS]
@@ -272,7 +304,7 @@ class Recorder:
         self.add(
             "forward",
             model=type(module.module if ddp else module).__name__,
-            ddp=self.ddps.index(module) if ddp else None,
+            ddp=self.ddps[module] if ddp else None,
             inside=self.wrapped.get(module),
             sync=bool(getattr(module, "require_backward_grad_sync", True)),
             training=training,
@@ -294,7 +326,7 @@ class Recorder:
             self.mark("forward")
 
     def backward(self, real, *args, **kwargs):
-        self.add("backward", in_step=self.is_stepping())
+        self.add("backward", in_step=self.is_stepping(sys._getframe()))
         return real(*args, **kwargs)
 
     def scale(self, real, scaler, *args, **kwargs):
@@ -311,7 +343,7 @@ class Recorder:
     # Data
 
     def make_loader(self, real, loader, *args, **kwargs):
-        self.loader_lines[id(loader)] = own_line(), len(self.loaders)
+        self.loader_lines[loader] = own_line(), len(self.data_sets)
         return real(loader, *args, **kwargs)
 
     def begin_loader(self, real, loader):
@@ -319,23 +351,25 @@ class Recorder:
             return real(loader)
         if loader not in self.loaders:
             self.add_loader(loader)
-        number = self.loaders[loader]
+        number = self.beginning = self.loaders[loader]
         self.mark("before a loader")
         self.shared = multiprocessing.get_context("fork").RawArray("q", 2 * len(SOURCES))
         self.worker_states.append((number, self.shared))
         self.add("epoch", loader=number)
         try:
-            return real(loader)
+            iterator = real(loader)
+            self.iterators[iterator] = number
+            return iterator
         finally:
-            self.shared = None
+            self.beginning = self.shared = None
             self.mark("loader")
 
     def length(self, real, loader):
         return min(real(loader), self.epoch_steps or sys.maxsize)
 
     def add_loader(self, loader):
-        number = self.loaders.setdefault(loader, len(self.loaders))
-        self.index_samplers[id(loader._index_sampler)] = number
+        self.loaders[loader] = len(self.data_sets)
+        self.data_sets.append(weak_data_set(loader))
         sampler, dataset = loader.sampler, loader.dataset
         values = {"iterable": isinstance(dataset, IterableDataset)}
         if not values["iterable"]:
@@ -350,14 +384,15 @@ class Recorder:
                 "replacement": bool(getattr(sampler, "replacement", False)),
                 "shuffle": isinstance(sampler, RandomSampler) or shuffles,
                 "seed": getattr(sampler, "seed", None),
+                "replicas": getattr(sampler, "num_replicas", None),
                 "drop_last": bool(loader.drop_last),
                 "batch_size": loader.batch_size,
             }
-        line, older = self.loader_lines.get(id(loader), ("", 0))
+        line, older = self.loader_lines.get(loader, ("", 0))
         self.add("loader", line=line or own_line(), older=older, **values)
 
     def next_index(self, real, iterator):
-        number = self.index_samplers.get(id(iterator._index_sampler))
+        number = self.iterators.get(iterator, self.beginning)
         # An iterator with workers draws their seed, and asks for indices, while it is made.
         self.mark("loading" if self.shared is None else "loader")
         try:
@@ -379,16 +414,16 @@ class Recorder:
         self.mark("outside")
         batch = real(iterator)
         self.mark("loading")
-        self.add("batch", loader=self.index_samplers.get(id(iterator._index_sampler)))
+        self.add("batch", loader=self.iterators.get(iterator))
         return batch
 
     def probe(self):
         """Send hashes of three samples of each data set, read with the same random numbers."""
         numpy = sys.modules.get("numpy")
-        for loader, number in self.loaders.items():
-            base, _ = base_of(loader.dataset)
+        for number, data_set in enumerate(self.data_sets):
+            base = data_set()
             hashes = []
-            with contextlib.suppress(Exception):  # of the reader's data set
+            with contextlib.suppress(Exception):  # of the reader's data set, or it is gone
                 for index in (0, len(base) // 2, len(base) - 1) * 2:
                     torch.manual_seed(0)
                     random.seed(0)
@@ -532,10 +567,8 @@ class Recorder:
         for number, array in self.worker_states:
             if any(array):  # else its workers were those of the epoch before
                 self.add("worker", loader=number, states=list(array))
-        for number, ddp in enumerate(self.ddps):
-            if ddp.find_unused_parameters:
-                used = [self.used[p] for p in ddp.module.parameters() if p.requires_grad]
-                self.add("used", model=number, times=used)
+        for number, times in self.used.items():
+            self.add("used", model=number, times=times)
         self.add("calls", **calls_so_far(at=""))
         self.add("done", why=why, **values)
         self.flush()
@@ -547,7 +580,7 @@ class Recorder:
         if self.started_processes:
             return
         count = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", 1)))
-        self.rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+        self.rank = rank()
         text = (
             "check_ranks.py: one process, so there are no ranks to compare: expected two or more; "
             "torchrun --nproc-per-node=2 launch/check_ranks.py train.py; with one GPU, on the CPU: "
@@ -557,7 +590,7 @@ class Recorder:
             text = "check_ranks.py: the process group was made in a way that is not watched"
         elif count > 1:
             text = (
-                f"found: {self.steps.total()} training steps, and no process group: the script "
+                f"found: {self.all_steps} training steps, and no process group: the script "
                 f"never called init_process_group(), so each of the {count} processes trains a "
                 "model of its own (docs/copy-setup-distributed.md)"
             )
@@ -574,11 +607,8 @@ class Recorder:
 
     def write_error_file(self):
         """Let torchrun print the findings as the cause, last of all."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if path and self.rank == 0 and self.verdict and self.verdict["code"]:
-            text = self.verdict["text"]
-            extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        if self.rank == 0 and self.verdict and self.verdict["code"]:
+            write_error_file(self.verdict["text"])
 
 
 class Watched:
@@ -601,8 +631,9 @@ def watch(function):
     """Call function() under the recorder of this process, and exit as it ends."""
     code = 0
     try:
-        function()
+        variables = function()  # of the script, which Python also keeps until its end
         recorder.finish("end")
+        del variables
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
@@ -613,6 +644,8 @@ def watch(function):
         if not recorder.verdict:  # else the run is over, and other ranks have ended
             print_error(error)
         recorder.finish("failed", error=one_line(error), line=own_line_of_error(error))
+        if GPU_ERROR.search(str(error)) and not torch.cuda.is_available():
+            say(NO_GPU)
     code = recorder.exit_code(code)
     if code:
         flush_files()
@@ -822,6 +855,20 @@ def base_of(dataset):
         indices = [int(inner[k]) for k in (range(len(inner)) if indices is None else indices)]
         dataset = dataset.dataset
     return dataset, indices
+
+
+def weak_data_set(loader):
+    """Return a function that returns the data set inside of Subsets, or None if it is gone."""
+    base, _ = base_of(loader.dataset)
+    try:
+        return weakref.ref(base)
+    except TypeError:  # a list, which lives as long as the loader at least
+        loader = weakref.ref(loader)
+        return lambda: loader() and base_of(loader().dataset)[0]
+
+
+def count_use(times, place, parameter):
+    times[place] += 1
 
 
 def is_custom(loader):

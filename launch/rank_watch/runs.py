@@ -35,6 +35,7 @@ class Loader:
         self.replacement = values.get("replacement", False)
         self.shuffle = values.get("shuffle")
         self.seed = values.get("seed")
+        self.replicas = values.get("replicas")  # ranks that its sampler knows, or None
         self.drop_last = values.get("drop_last", False)
         self.batch_size = values.get("batch_size")
         self.samples = None  # hashes of three samples of the base
@@ -225,6 +226,7 @@ def merged(loaders):
         for first, (kind_of_first, newest) in kept.items():
             if kind == kind_of_first and newest < loader.older:  # else both exist side by side
                 first.epochs += loader.epochs
+                first.samples = first.samples or loader.samples
                 kept[first] = kind, number
                 break
         else:

@@ -103,6 +103,11 @@ MISTAKES = {
         ("cross_entropy(ddp(x), y)", "cross_entropy(ddp.module(x), y)"),
         r"No forward pass of a DistributedDataParallel in training: at \S+:\d+ the model inside it",
     ],
+    "a wrapper that nothing holds": [
+        ("ddp = DistributedDataParallel(net)", "ddp = net"),
+        ("cross_entropy(ddp(x), y)", "cross_entropy(DistributedDataParallel(net)(x), y)"),
+        r"training step 1 .* The DistributedDataParallel that was called at \S+:\d+ is gone, so",
+    ],
     "no wrap": [
         ("ddp = DistributedDataParallel(net)", "ddp = net"),
         r"No DistributedDataParallel was made",
@@ -130,6 +135,15 @@ MISTAKES = {
             "        optimizer.state[p]['momentum_buffer'] = torch.ones_like(p)\nsampler = D",
         ),
         r"Their gradients were equal: the optimizer's state differs",
+    ],
+    "a sharded optimizer that has its parameters in another order on each rank": [
+        (
+            "optimizer = torch.optim.SGD(net.parameters(), ",
+            "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+            "optimizer = ZeroRedundancyOptimizer(\n"
+            "    list(net.parameters())[:: 1 - 2 * rank], torch.optim.SGD, ",
+        ),
+        r"Their gradients were equal, but the optimizer has its parameters in another order",
     ],
     "clipped by rank": [
         (
@@ -334,6 +348,22 @@ TWINS = {
         ),
         ("sampler=sampler)", "shuffle=True)"),
         ("    sampler.set_epoch(epoch)\n", ""),
+    ],
+    "a share that is a data set of its own, and a sampler that was told so": [
+        (
+            "sampler = DistributedSampler(data)\n",
+            "data = TensorDataset(*(tensor[rank::world_size] for tensor in data.tensors))\n"
+            "sampler = DistributedSampler(data, num_replicas=1, rank=0)\n",
+        ),
+    ],
+    "an optimizer that has its parameters in another order on each rank": [
+        ("SGD(net.parameters()", "SGD(list(net.parameters())[:: 1 - 2 * rank]"),
+    ],
+    "a fixed example that all ranks look at": [
+        (
+            "        optimizer.step()",
+            "        optimizer.step()\n        net(torch.ones(4, 8))",
+        ),
     ],
     "a weighted sampler, divided": [
         ("sampler=sampler)", "sampler=torch.utils.data.WeightedRandomSampler(torch.ones(64), 32))"),
@@ -582,6 +612,61 @@ def test_what_is_right_but_unusual_is_not_found(check, name):
     codes, output = check(script_with(TWINS[name]))
     assert codes == [0, 0], output
     assert "\nok: " in output and "found: " not in output, output
+
+
+@pytest.mark.parametrize("name", ["a right one", "a wrapper that nothing holds"])
+def test_a_script_trains_as_if_nobody_watched(check, name, tmp_path):
+    *changes, _ = MISTAKES.get(name, [None])
+    script = script_with(changes) + "torch.save(net.state_dict(), f'weights-{rank}.pt')\n"
+
+    def weights():
+        saved = [torch.load(tmp_path / f"weights-{rank}.pt") for rank in (0, 1)]
+        return [{key: tensor.tolist() for key, tensor in of_rank.items()} for of_rank in saved]
+
+    check(script, "--steps", "0")
+    watched = weights()
+    prepare = functools.partial(enter, tmp_path)
+    alone = Ranks(tmp_path, 2, [], script=tmp_path / "train.py", prepare=prepare)
+    assert alone.wait(120) == [0, 0], alone.output()
+    assert weights() == watched
+    assert (watched[0]["0.weight"] == watched[1]["0.weight"]) == (name == "a right one")
+
+
+def test_data_that_main_has_read_are_compared_after_it(check):
+    *changes, expected = MISTAKES["other data"]
+    lines = script_with(changes).replace("\n", "\n    ")
+    _, output = check(f"def main():\n    {lines}\n\n\nmain()\n")
+    assert re.search("found: .*" + expected, output), output
+
+
+ASKS_FOR_A_GPU = {
+    "nccl": ('init_process_group("gloo")', 'init_process_group("nccl")'),
+    "cuda": ("ddp = Dist", "net.cuda()\nddp = Dist"),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the script would get a GPU")
+@pytest.mark.parametrize("name", ASKS_FOR_A_GPU)
+def test_a_script_that_asks_for_a_gpu_gets_a_line_besides_its_error(check, name):
+    codes, output = check(script_with([ASKS_FOR_A_GPU[name]]))
+    assert codes == [1, 1] and "Traceback" in output and "found: " not in output
+    assert output.count("check_ranks.py: the script asks for a GPU, and PyTorch sees none") == 1
+
+
+@pytest.mark.parametrize("tool", [["check_ranks.py"], ["why_hang.py", "run"]])
+def test_what_is_not_a_script_gets_one_line(tool, tmp_path):
+    (tmp_path / "model.pt").write_bytes(b"\x80\x02\x00")
+    cases = {"none.py": "cannot be read (No such file or directory)"}
+    cases |= {"": "is a folder", "model.pt": "is not Python text"}
+    error_file = tmp_path / "error.json"
+    options = {"script": f"launch/{tool[0]}", "env": {"TORCHELASTIC_ERROR_FILE": error_file}}
+    for name, problem in cases.items():
+        ranks = Ranks(tmp_path, 2, [*tool[1:], tmp_path / name], **options)
+        assert ranks.wait(120) == [2, 2]
+        line = f"{tool[0]}: {tmp_path / name} {problem}: expected a Python script, as in torchrun "
+        assert ranks.output().startswith(line) and ranks.output().count("\n") == 1
+        assert json.loads(error_file.read_text())["message"]["message"].startswith(line)
+        assert ranks.output(1) == ""
 
 
 def test_samples_of_unknown_classes_are_not_hashed():
