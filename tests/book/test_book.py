@@ -172,6 +172,13 @@ def test_links_lead_to_a_file_or_a_heading():
     assert not broken
 
 
+def test_no_line_of_a_page_is_a_comment_of_the_site():
+    """MyST, which builds the site, leaves out a line that begins with %."""
+    for page in [*PAGES, *chinese_pages()]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        assert not re.search(r"^\s*%.*", text, re.M), page.name
+
+
 def test_pages_name_tests_that_exist():
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     page = (ROOT / "docs/troubleshooting.md").read_text()

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -105,6 +106,59 @@ def mark_twice():
                 ddp(torch.ones(1, 2)).sum().backward()
 
 
+def accumulate_with_a_static_graph():
+    """Do the first backward pass under no_sync(), and after one that sends gradients."""
+    for name in ("static_graph and no_sync", "remedy: static_graph and no_sync"):
+        with mistake_of_ranks(name):
+            ddp = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+            if name.startswith("remedy"):
+                ddp(torch.ones(1, 2)).sum().backward()
+            with ddp.no_sync():
+                ddp(torch.ones(1, 2)).sum().backward()
+            ddp(torch.ones(1, 2)).sum().backward()
+
+
+def make_ddp_refuse(rank):
+    """Give DDP what it does not take, and a group or a store what they do not have."""
+    checkpointed = Checkpointed(use_reentrant=True)
+    checkpointed.first.requires_grad_(False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    no_time = datetime.timedelta(milliseconds=100)
+    group = short_lived_group()
+    other_group = short_lived_group()
+
+    def build(*arguments, **options):
+        return lambda: DistributedDataParallel(*arguments, **options)
+
+    mistakes = [
+        build(nn.Sequential(*(nn.Linear(2, 2) for _ in range(rank + 1))), process_group=group),
+        build(nn.Linear(2, 2 + rank), process_group=other_group),
+        lambda: DistributedDataParallel(nn.Linear(2, 2)).encode,
+        build(nn.Linear(2, 2).requires_grad_(False)),
+        build(nn.Linear(2, 2), device_ids=[0]),
+        lambda: checkpoint(checkpointed.block, torch.ones(1, 2), use_reentrant=True).backward(),
+        lambda: dist.init_process_group("gloo"),
+        lambda: store.wait(["never"], no_time),
+        lambda: list(DataLoader(Ending(), num_workers=1)),
+    ]
+    dist.barrier()
+    sys.stderr.write("== more texts\n")
+    for function in mistakes:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+    dist.barrier()
+
+
+class Ending(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        os._exit(1)
+
+
 def change_in_place():
     """Change what a backward pass still needs: the weights of a GAN, and batch norm's buffers."""
     with mistake_of_ranks("a step between forward and backward"):
@@ -161,6 +215,8 @@ def two_ranks():
             ddp(torch.ones(1, 2)).sum().backward()
 
     mark_twice()
+    accumulate_with_a_static_graph()
+    make_ddp_refuse(rank)
     change_in_place()
 
     with mistake_of_ranks("broadcast_buffers"):
@@ -195,12 +251,16 @@ def two_ranks():
                 break
     with mistake_of_ranks("remedy: early stopping"):
         ddp = DistributedDataParallel(nn.Linear(2, 2))
+        losses = [3.0, 4.0, 4.0], [9.0, 6.0, 3.0]  # rank 0 alone would stop, the sum falls
+        best = float("inf")
         for epoch in range(3):
             ddp(torch.ones(1, 2)).sum().backward()
-            stop = torch.tensor(int(epoch == rank))
-            dist.all_reduce(stop, op=dist.ReduceOp.MAX)
-            if stop.item():
+            total = torch.tensor([losses[rank][epoch], 1.0])
+            dist.all_reduce(total)
+            loss = (total[0] / total[1]).item()
+            if loss >= best:
                 break
+            best = loss
         sys.stderr.write(f"epochs: {epoch + 1}\n")
 
     with mistake_of_ranks("SyncBatchNorm in DDP"):
@@ -281,12 +341,26 @@ def launchers():
             "nobody keeps the store", "work.py", *no_store, "--rdzv-conf=is_host=0,read_timeout=1"
         )
 
+    lose_the_store()
     few_open_files()
 
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.cuda.init()
     with mistake("CUDA in a forked process"):
         torch.multiprocessing.start_processes(init_cuda, nprocs=1, start_method="fork")
+
+
+def lose_the_store():
+    """Read from a store whose process ends."""
+    ends = "import sys, time, torch.distributed as dist\n"
+    ends += "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+    ends += "print(store.port, flush=True)\nstore.wait(['joined'])\n"
+    keeper = subprocess.Popen([sys.executable, "-c", ends], stdout=subprocess.PIPE, text=True)
+    port = int(keeper.stdout.readline())
+    with mistake("the store ends"):
+        store = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=20))
+        store.set("joined", "yes")
+        store.get("never")
 
 
 class Numbers(Dataset):
