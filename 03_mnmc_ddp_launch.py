@@ -47,13 +47,14 @@ def main(args):
 
     # 2. define dataloader
     train_sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
-    train_loader = build_loader(train_set, args, train_sampler, train=True)
-    test_loader = build_loader(test_set, args, range(rank, len(test_set), world_size))
+    batch_size = args.batch_size // world_size  # of this rank; --batch-size is of all ranks
+    train_loader = build_loader(train_set, args, train_sampler, batch_size, train=True)
+    test_loader = build_loader(test_set, args, range(rank, len(test_set), world_size), batch_size)
     augment, normalize = build_transforms(train_set, args, device)
 
     # 3. define loss and optimizer
     criterion = nn.CrossEntropyLoss()
-    lr = args.lr * args.batch_size * world_size / 256 if args.lr_scaling == "linear" else args.lr
+    lr = args.lr * args.batch_size / 256 if args.lr_scaling == "linear" else args.lr
     optimizer = SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
     warmup_steps = max(1, round(args.warmup_epochs * len(train_loader)))
     scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup_steps))

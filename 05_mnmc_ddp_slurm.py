@@ -37,8 +37,8 @@ def main(args):
     os.environ.setdefault("MASTER_PORT", str(12000 + int(os.environ["SLURM_JOB_ID"]) % 20000))
     device = setup_device(local_rank, local_size)  # GPU number local_rank, or the CPU
     backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
-    group = {"rank": rank, "world_size": world_size, "device_id": device.index, "timeout": TIMEOUT}
-    dist.init_process_group(backend, **group)  # at MASTER_ADDR:MASTER_PORT
+    group = {"rank": rank, "world_size": world_size}  # which meets at MASTER_ADDR:MASTER_PORT
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=device.index, **group)
     report = Report(args, device, local_size)  # prints and keeps time, nothing else
     train_set, test_set = build_datasets(args)
 
@@ -51,13 +51,14 @@ def main(args):
 
     # 2. define dataloader
     train_sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
-    train_loader = build_loader(train_set, args, train_sampler, train=True)
-    test_loader = build_loader(test_set, args, range(rank, len(test_set), world_size))
+    batch_size = args.batch_size // world_size  # of this rank; --batch-size is of all ranks
+    train_loader = build_loader(train_set, args, train_sampler, batch_size, train=True)
+    test_loader = build_loader(test_set, args, range(rank, len(test_set), world_size), batch_size)
     augment, normalize = build_transforms(train_set, args, device)
 
     # 3. define loss and optimizer
     criterion = nn.CrossEntropyLoss()
-    lr = args.lr * args.batch_size * world_size / 256 if args.lr_scaling == "linear" else args.lr
+    lr = args.lr * args.batch_size / 256 if args.lr_scaling == "linear" else args.lr
     optimizer = SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
     warmup_steps = max(1, round(args.warmup_epochs * len(train_loader)))
     scheduler = LambdaLR(optimizer, lambda step: min(1, (step + 1) / warmup_steps))

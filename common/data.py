@@ -40,12 +40,13 @@ def build_datasets(args):
     return _torchvision(args)
 
 
-def build_loader(dataset, args, sampler=None, *, train=False):
+def build_loader(dataset, args, sampler=None, batch_size=None, *, train=False):
     """Build the DataLoader of uint8 batches.
 
     Args:
         sampler: an iterable of indices with a length. None: all images, in the order of the
             dataset.
+        batch_size: int, the images of a batch. None: --batch-size.
 
     Raises:
         UserError: there are fewer than two images to train on.
@@ -55,11 +56,12 @@ def build_loader(dataset, args, sampler=None, *, train=False):
             f"{len(sampler)} training image per process: expected 2 or more; raise --limit"
         )
     workers = 0 if dataset.in_memory else args.workers
+    batch_size = batch_size or args.batch_size
     # Batch norm cannot train on a single image.
-    drop_last = train and len(sampler) % args.batch_size == 1
+    drop_last = train and len(sampler) % batch_size == 1
     return DataLoader(
         dataset,
-        batch_size=args.batch_size,
+        batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
         num_workers=workers,

@@ -15,6 +15,8 @@ def parse_ddp_args(doc):
     """Parse the flags of 03 and 05: those of 01, and --sync-bn."""
     parser = _ddp_flags(doc, OF_01_TO_05)
     args = parser.parse_args()
+    copies = launched_copies()
+    _check_batch(parser, args, copies.get("WORLD_SIZE") or copies.get("SLURM_STEP_NUM_TASKS", 1))
     _warn_of_restarts(parser, "06_imagenet.py --resume continues")
     return args
 
@@ -39,6 +41,7 @@ def parse_fsdp_args(doc):
     args = parser.parse_args()
     args.reshard = args.reshard_after_forward  # a shorter name for the script
     world_size = int(os.environ.get("WORLD_SIZE", 1))  # an error of main if it is missing
+    _check_batch(parser, args, world_size)
     args.shard_size = args.shard_size or world_size
     if world_size % args.shard_size:
         parser.error(
@@ -48,6 +51,17 @@ def parse_fsdp_args(doc):
     if not args.checkpoints_path:
         _warn_of_restarts(parser, "--checkpoints-path DIR continues")
     return args
+
+
+def _check_batch(parser, args, world_size):
+    """Refuse a batch that is not one of equal parts, of two images or more, for all processes."""
+    parts, rest = divmod(args.batch_size, world_size)
+    if rest or parts < 2:  # batch norm cannot train on a single image
+        fewer = max(2, parts) * world_size
+        parser.error(
+            f"--batch-size {args.batch_size} for {world_size} processes: expected a multiple of "
+            f"{world_size}, such as {fewer} or {fewer + world_size}"
+        )
 
 
 def _warn_of_restarts(parser, remedy):
@@ -82,6 +96,7 @@ def parse_spawn_args(doc):
                 f"python {parser.prog}"
             )
             parser.error(f"{problem}, expected one per machine; {command}")
+    _check_batch(parser, args, args.nodes * args.nproc_per_node)
     if args.node_rank > (last := args.nodes - 1):
         parser.error(
             f"--node-rank {args.node_rank} of --nodes {args.nodes}: "

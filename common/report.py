@@ -35,12 +35,13 @@ class Report:
         self.world_size = world_size
         self.started = time.perf_counter()
         self.console = Console(rank)
-        flags = ("dataset", "data_dir", "limit", "augment", "batch_size", "warmup_epochs", "seed")
+        flags = ("dataset", "data_dir", "limit", "augment", "warmup_epochs", "seed")
         self.record = {name: getattr(args, name) for name in flags}
         self.record |= run_fields(device, launcher_name(), world_size, local_world_size)
         self.record |= {
             "model": args.arch,
-            "global_batch": args.batch_size * world_size,
+            "batch_size": args.batch_size // world_size,
+            "global_batch": args.batch_size,
             "amp": getattr(args, "amp", "none"),
             "sync_bn": getattr(args, "sync_bn", False),
         }
@@ -79,7 +80,7 @@ class Report:
         if r["sync_bn"]:
             options.append("synchronized batch norm")
         self.print(
-            f"global batch = {args.batch_size} x {self.world_size} = {r['global_batch']} | "
+            f"global batch = {r['batch_size']} x {self.world_size} = {r['global_batch']} | "
             f"lr {args.lr:g} -> {lr:g} | {', '.join(options)}"
         )
 
@@ -301,7 +302,8 @@ class Spans:
 def batch_totals(loss, outputs, targets):
     """Return float (3,) on the device: sum of losses, correct answers, images of a batch."""
     correct = (outputs.argmax(dim=1) == targets).sum()
-    return torch.stack([loss.detach() * len(targets), correct, torch.full_like(loss, len(targets))])
+    images = torch.full_like(loss, len(targets))
+    return torch.stack([loss.detach() * images, correct, images])
 
 
 def launcher_name():

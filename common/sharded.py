@@ -82,7 +82,7 @@ def count_test_steps(test_set, args, world_size):
             f"{len(test_set)} test images for {world_size} ranks: expected one per rank or more; "
             f"start {len(test_set)} processes or fewer"
         )
-    return -(-len(test_set) // (args.batch_size * world_size))  # the quotient, rounded up
+    return -(-len(test_set) // args.batch_size)  # the quotient, rounded up
 
 
 def save_shards(args, epoch, model, optimizer, scheduler):

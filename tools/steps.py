@@ -23,7 +23,7 @@ class Step(NamedTuple):
 STEPS = {  # 01 and 06 have no parent
     "02_snmc_dp.py": Step("01_snsc.py", ("docstring", "1", "5")),
     "03_mnmc_ddp_launch.py": Step(
-        "01_snsc.py", ("docstring", "imports", "0", "1", "2", "3", "4", "5", "start")
+        "01_snsc.py", ("docstring", "imports", "0", "1", "2", "4", "5", "start")
     ),
     "04_mnmc_ddp_mp.py": Step(
         "03_mnmc_ddp_launch.py", ("docstring", "imports", "main", "0", "start")
