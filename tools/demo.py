@@ -21,7 +21,6 @@ from common.distributed import cores_per_process
 from common.flags import Parser, add_flags, whole_number
 from tools.records import to_run
 
-GLOBAL_BATCH = 256
 ROWS = {  # name: (field of the record, format)
     "processes": ("world_size", "{}"),
     "images per process and step": ("batch_size", "{}"),
@@ -38,11 +37,8 @@ def main(args):
     gpus = count_gpus()
     processes = count_processes(gpus)
     flags = f"--arch small_net --limit {args.limit} --epochs {args.epochs}"
-    one = f"python 01_snsc.py {flags} --batch-size {GLOBAL_BATCH}"
-    many = (
-        f"torchrun --standalone --nproc-per-node={processes} 03_mnmc_ddp_launch.py {flags} "
-        f"--batch-size {GLOBAL_BATCH // processes}"
-    )
+    one = f"python 01_snsc.py {flags}"
+    many = f"torchrun --standalone --nproc-per-node={processes} 03_mnmc_ddp_launch.py {flags}"
     if not gpus:
         many = f"OMP_NUM_THREADS={cores_per_process(processes)} {many}"
     records = [run(one), run(many)]

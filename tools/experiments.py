@@ -79,16 +79,16 @@ def speed(machine, args, repeat):
     commands.append(command(start, split * size, split))
     for n in args.processes:
         start = f"{threads(1)}{TORCHRUN.format(n)}03_mnmc_ddp_launch.py"
-        commands.append(command(start, size, n, n))
+        commands.append(command(start, n * size, n, n))
         if n > 1:  # keep the global batch size of one process
-            commands.append(command(start, size // n, 1, n))
+            commands.append(command(start, size, 1, n))
     start = f"{threads(1)}python 04_mnmc_ddp_mp.py --nproc-per-node {most}"
-    commands.append(command(start, size, most, most))
+    commands.append(command(start, most * size, most, most))
     if slurm_answers():
         gpus = "" if on_cpu else f"--gpus-per-node={most} "
         srun = f"srun --nodes=1 --ntasks-per-node={most} {gpus}"
         start = f"{threads(1)}{srun}python 05_mnmc_ddp_slurm.py"
-        commands.append(command(start, size, most, most))
+        commands.append(command(start, most * size, most, most))
     return commands
 
 
@@ -101,9 +101,10 @@ def syncbn(machine, args, repeat):
     commands = []
     for n in several(args):
         for batch in SYNCBN_BATCHES:
-            pair = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} {batch} --seed {repeat}"
+            end = f"{flags} {n * batch} --seed {repeat}"
+            pair = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {end}"
             commands += [
-                f"python 01_snsc.py {flags} {n * batch} --seed {repeat}",
+                f"python 01_snsc.py {end}",
                 pair,
                 f"{pair} --sync-bn",
             ]
@@ -120,9 +121,9 @@ def accuracy(machine, args, repeat):
         start = f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py {flags} --batch-size"
         warmup = max(1, n.bit_length() - 2)  # 1, 1, 2, 3 epochs for 2, 4, 8, 16 processes
         commands += [
-            f"{start} {PUBLISHED_BATCH} --epochs 5 --lr 0.02 --lr-scaling none{last}",
-            f"{start} {PUBLISHED_BATCH} --epochs 5 --warmup-epochs {warmup}{last}",
-            f"{start} {PUBLISHED_BATCH // n} --epochs 5 --lr-scaling none{last}",
+            f"{start} {PUBLISHED_BATCH * n} --epochs 5 --lr 0.02 --lr-scaling none{last}",
+            f"{start} {PUBLISHED_BATCH * n} --epochs 5 --warmup-epochs {warmup}{last}",
+            f"{start} {PUBLISHED_BATCH} --epochs 5 --lr-scaling none{last}",
         ]
     return commands
 
@@ -139,7 +140,7 @@ def resnet20(machine, args, repeat):
     commands = []
     for n in args.processes:
         start = "python 01_snsc.py" if n == 1 else f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py"
-        commands.append(f"{start} {flags} --batch-size {GLUON_BATCH // n} --seed {repeat}")
+        commands.append(f"{start} {flags} --batch-size {GLUON_BATCH} --seed {repeat}")
     return commands
 
 
