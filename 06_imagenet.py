@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.distributed import Distributed, cleaned_up, setup_distributed, sum_over_ranks
+from common.distributed import Distributed, cleaned_up, setup_distributed
 from common.errors import one_line_errors
 from common.syncbn import convert_sync_batchnorm
 from imagenet.checkpoint import BEST, Checkpoints, SaveTimer
@@ -45,7 +45,7 @@ from imagenet.flags import AMP_DTYPES, parse_args
 from imagenet.loader import DeviceLoader, build_normalize
 from imagenet.model import AveragedModel, build_model, make_deterministic
 from imagenet.optimizer import build_optimizer, learning_rate, start_momentum
-from imagenet.progress import Evaluation, Progress
+from imagenet.progress import Evaluation, Progress, batch_totals
 from imagenet.sampler import GlobalBatchSampler, micro_batches
 from imagenet.votes import Stopped, Votes
 from imagenet.weights import load_into
@@ -104,7 +104,19 @@ def main(args):
     optimizer = build_optimizer(model, args, d.device)
     scaler = torch.amp.GradScaler(d.device.type, enabled=args.amp == "fp16")
     run = Run(
-        args, d, model, ema, ddp, criterion, optimizer, scaler, train_sampler, micro_batch_size
+        args=args,
+        d=d,
+        model=model,
+        ema=ema,
+        ddp=ddp,
+        criterion=criterion,
+        optimizer=optimizer,
+        scaler=scaler,
+        sampler=train_sampler,
+        micro_batch_size=micro_batch_size,
+        checkpoints=checkpoints,
+        progress=progress,
+        votes=Votes(cpu_group),
     )
     if state:
         run.load_state_dict(state, path)
@@ -114,17 +126,15 @@ def main(args):
     start_momentum(optimizer)
 
     # 4. train and evaluate
-    votes = Votes(cpu_group)
-    save_timer = SaveTimer(args.checkpoint_every)
     signals.stop.training = True  # from now on a signal does not end the process: see train_epoch
     evaluation, stopped = None, None
     try:
         if args.evaluate:
-            evaluation = evaluate(run, val_loader, votes)
+            evaluation = evaluate(run, val_loader)
         epochs = [] if args.evaluate else range(run.epoch, args.epochs)
         for epoch in epochs:
-            train_epoch(run, epoch, train_loader, votes, checkpoints, save_timer, progress)
-            evaluation = evaluate(run, val_loader, votes) if evaluation_due(args, epoch) else None
+            train_epoch(run, epoch, train_loader)
+            evaluation = evaluate(run, val_loader) if evaluation_due(args, epoch) else None
             progress.show_epoch(evaluation)
             if evaluation and (run.best is None or evaluation.top1 > run.best):
                 run.best = evaluation.top1
@@ -140,7 +150,7 @@ def main(args):
     signals.ignore()  # on exit, Python restores the default handlers, which kill the process
 
 
-def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
+def train_epoch(run, epoch, loader):
     """Train from the current step to the end of an epoch.
 
     Raises:
@@ -149,17 +159,18 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
     args = run.args
     d = run.d
     optimizer = run.optimizer
+    progress = run.progress
     first_step = run.steps_done - epoch * run.steps_per_epoch  # above 0 in a resumed epoch
     if first_step == 0:
         run.totals.zero_()
     train_mode(run.model, args.freeze)
-    votes.restart()
+    run.votes.restart()
     run.sampler.set_epoch(epoch, first_step)
     batches = progress.timed(loader, epoch, first_step, run.totals)
     for step in range(first_step, run.steps_per_epoch):
         # A signal may reach one rank alone, and rank 0 alone looks at the clock. So all ranks vote,
         # and count the votes at the end of the step.
-        votes.cast(stop=signals.stop.signal, save=d.is_main and save_timer.overdue())
+        run.votes.cast(stop=signals.stop.signal, save=d.is_main and run.save_timer.overdue())
         lr = learning_rate(args, epoch + step / run.steps_per_epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -177,7 +188,7 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
                 # and divide by the images of the whole step: ranks may have one more or less.
                 weight = d.world_size / run.sampler.step_size(step)
                 run.scaler.scale(loss * weight).backward()
-            run.totals += batch_totals(loss.detach(), outputs, targets)
+            run.totals += batch_totals(loss, outputs, targets)
         progress.backward_done()
         if args.clip_grad:
             run.scaler.unscale_(optimizer)
@@ -188,20 +199,20 @@ def train_epoch(run, epoch, loader, votes, checkpoints, save_timer, progress):
             run.ema.update(first=run.steps_done == 0)
         run.steps_done += 1
 
-        stop, save = votes.count()
-        save |= save_timer.planned(run.steps_done)
+        stop, save = run.votes.count()
+        save |= run.save_timer.planned(run.steps_done)
         last = stop or step + 1 == run.steps_per_epoch
         if progress.due(step):
-            progress.show_step(step, sum_over_ranks(run.totals), lr)
+            progress.show_step(step, run.totals_of_all_ranks(), lr)
             loader.report_damaged()
         if save or last:
-            checkpoints.save(run.state_dict(), wait=last)
+            run.checkpoints.save(run.state_dict(), wait=last)
         if stop:
             raise Stopped(f"after step {run.steps_done}: saved, and --resume continues")
 
 
 @torch.no_grad()
-def evaluate(run, loader, votes):
+def evaluate(run, loader):
     """Evaluate on every image once, on any number of ranks, without label smoothing.
 
     Returns:
@@ -213,27 +224,28 @@ def evaluate(run, loader, votes):
     run.share_buffers()
     model = run.ema.module if run.ema else run.model
     model.eval()
-    votes.restart()
+    run.votes.restart()
     totals = torch.zeros(4, device=run.d.device)
     for images, targets in loader:
-        votes.cast(stop=signals.stop.signal)
+        run.votes.cast(stop=signals.stop.signal)
         if len(images):  # with more ranks than images, some ranks have none
             with run.autocast():
                 outputs = model(run.prepare(images))
                 loss = nn.functional.cross_entropy(outputs, targets, reduction="sum")
             totals += batch_totals(loss, outputs, targets)
-        stop, _ = votes.count()
+        stop, _ = run.votes.count()
         if stop:
             again = "the same command" if run.args.evaluate else "--resume"
             raise Stopped(f"during an evaluation: {again} evaluates again")
-    loss, top1, top5, images = sum_over_ranks(totals).tolist()
+    dist.all_reduce(totals)
+    loss, top1, top5, images = totals.tolist()
     loader.report_damaged()
     return Evaluation(loss / images, 100 * top1 / images, 100 * top5 / images, int(images))
 
 
 @dataclasses.dataclass
 class Run:
-    """One training. state_dict() holds everything that a process must know to continue it."""
+    """One training, and what watches it. state_dict() holds all that another process needs."""
 
     args: argparse.Namespace  # the flags; nothing changes them
     d: Distributed
@@ -245,12 +257,16 @@ class Run:
     scaler: torch.amp.GradScaler
     sampler: GlobalBatchSampler  # of the training set
     micro_batch_size: int  # images in a micro-batch on one rank, at most
+    checkpoints: Checkpoints
+    progress: Progress
+    votes: Votes
     steps_done: int = 0  # training steps, of all epochs
     best: float | None = None  # top-1 in %
 
     def __post_init__(self):
         self.steps_per_epoch = self.sampler.steps
         self.accumulate = self.sampler.accumulate
+        self.save_timer = SaveTimer(self.args.checkpoint_every)
         self.normalize = build_normalize(self.args.channels_last, self.d.device)
         # Of this rank in this epoch: sum of losses, correct answers, correct among five, images.
         # (In a resumed epoch rank 0 also has the totals of all ranks from before.)
@@ -279,12 +295,18 @@ class Run:
         for buffer in [*self.model.buffers(), *(self.ema.module.buffers() if self.ema else [])]:
             dist.broadcast(buffer, src=0)
 
+    def totals_of_all_ranks(self):
+        """Return the sum of the totals over all ranks. Those of this rank stay."""
+        totals = self.totals.clone()
+        dist.all_reduce(totals)
+        return totals
+
     def state_dict(self):
         """Return the state after a step, the same on every rank. Every rank must call it."""
         self.share_buffers()
         return {
             "step": self.steps_done,
-            "totals": sum_over_ranks(self.totals),
+            "totals": self.totals_of_all_ranks(),
             "best": self.best,
             "accumulate": self.accumulate,
             "micro_batch": self.micro_batch_size,
@@ -333,13 +355,6 @@ def wrap_model(model, deterministic):
 def evaluation_due(args, epoch):
     last = epoch + 1 == args.epochs
     return args.eval_every > 0 and (last or (epoch + 1) % args.eval_every == 0)
-
-
-def batch_totals(loss, outputs, targets):
-    """Return float (4,): sum of losses, correct answers, correct among the first five, images."""
-    correct = outputs.topk(min(5, outputs.size(1)), dim=1).indices == targets[:, None]
-    images = targets >= 0  # a damaged image has a negative target
-    return torch.stack([loss, correct[:, 0].sum(), correct.sum(), images.sum()]).float()
 
 
 if __name__ == "__main__":

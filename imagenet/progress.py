@@ -6,6 +6,8 @@ A Progress only observes: without it, the training is the same.
 import time
 from typing import NamedTuple
 
+import torch
+
 from common.console import Console, memory_used
 from common.records import append_record, count_repeats, run_fields
 from common.report import Epoch, Spans
@@ -246,3 +248,14 @@ def duration(seconds):
     if hours < 48:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def batch_totals(loss, outputs, targets):
+    """Return float (4,): sum of losses, correct answers, correct among the first five, images of a batch.
+
+    Args:
+        loss: the sum over the images.
+    """
+    correct = outputs.topk(min(5, outputs.size(1)), dim=1).indices == targets[:, None]
+    images = targets >= 0  # a damaged image has a negative target
+    return torch.stack([loss.detach(), correct[:, 0].sum(), correct.sum(), images.sum()]).float()

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 try:
-    from distributed import cleaned_up, setup_distributed, sum_over_ranks
+    from distributed import cleaned_up, setup_distributed
 except ImportError:
     sys.exit("no distributed.py beside train.py: cp template/train.py common/distributed.py FOLDER")
 
@@ -59,8 +59,8 @@ def forward(model, batch, args, d):
         outputs = model(inputs)
         loss = nn.functional.cross_entropy(outputs, targets)
     correct = (outputs.argmax(dim=1) == targets).sum()
-    n = torch.full_like(loss, len(targets))
-    return loss, torch.stack([loss.detach() * n, correct, n])
+    examples = torch.full_like(loss, len(targets))
+    return loss, torch.stack([loss.detach() * examples, correct, examples])
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -71,9 +71,11 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     add = parser.add_argument
     add("--epochs", type=int, default=10, help="number of epochs")
-    add("--batch-size", type=int, default=64, help="examples per step of all processes together")
+    add("--batch-size", type=int, default=64, help="examples per step, of all processes together")
     add("--accumulate", type=int, default=1, help="pieces of a batch, one after the other")
-    add("--lr", type=float, default=0.1, help="learning rate for this batch size")
+    add("--lr", type=float, default=0.4, help="learning rate for 256 examples per step")
+    scaling = "linear: --lr * --batch-size / 256; none: --lr"
+    add("--lr-scaling", choices=("linear", "none"), default="linear", help=scaling)
     add("--clip-grad", type=float, help="largest norm of the gradient")
     add("--workers", type=int, default=0, help="loader workers per process")
     add("--eval-every", type=int, default=1, help="validate after every N epochs; 0: never")
@@ -131,8 +133,9 @@ class Run:
         if args.sync_bn:
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
         self.ddp = nn.parallel.DistributedDataParallel(self.model)
+        lr = args.lr * args.batch_size / 256 if args.lr_scaling == "linear" else args.lr
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
+            self.model.parameters(), lr, momentum=0.9, weight_decay=1e-4, nesterov=True
         )
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]  # without schedule
         # Small gradients would be zero in fp16. Without fp16, the scaler does nothing.
@@ -192,7 +195,9 @@ class Run:
         state = {name: part.state_dict() for name, part in self.parts.items()}
         state |= {"epoch": self.epoch, "step": self.step, "best": self.best}
         state["batch_size"] = self.args.batch_size
-        self.write("last.pt", state | {"totals": sum_over_ranks(self.totals)})
+        state["totals"] = self.totals.clone()
+        dist.all_reduce(state["totals"])
+        self.write("last.pt", state)
         self.save_at = time.monotonic() + 60 * self.args.save_every
 
     def load(self):
@@ -240,8 +245,9 @@ class Run:
 
 
 def means(totals):
-    """Return the mean loss and the accuracy over the examples of all processes."""
-    loss, correct, examples = sum_over_ranks(totals).tolist()
+    """Sum the totals over all processes, in place, and return the mean loss and the accuracy."""
+    dist.all_reduce(totals)
+    loss, correct, examples = totals.tolist()
     return loss / examples, correct / examples
 
 

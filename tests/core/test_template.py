@@ -19,7 +19,7 @@ from processes import ROOT, finished, read_until, start_copy, without_gloo, work
 from ranks import Ranks
 from torch.nn.functional import cross_entropy
 
-FLAGS = ["--epochs", 3, "--batch-size", 500, "--lr", 0.2, "--seed", 1]
+FLAGS = ["--epochs", 3, "--batch-size", 500, "--lr", 0.1024, "--seed", 1]  # 0.2 for 500
 
 
 def copy_template(folder):
