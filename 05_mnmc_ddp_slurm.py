@@ -37,7 +37,7 @@ def main(args):
     os.environ.setdefault("MASTER_PORT", str(12000 + int(os.environ["SLURM_JOB_ID"]) % 20000))
     device = setup_device(local_rank, local_size)  # GPU number local_rank, or the CPU
     backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
-    group = {"rank": rank, "world_size": world_size}  # which meets at MASTER_ADDR:MASTER_PORT
+    group = {"rank": rank, "world_size": world_size}  # at MASTER_ADDR:MASTER_PORT
     dist.init_process_group(backend, timeout=TIMEOUT, device_id=device.index, **group)
     report = Report(args, device, local_size)  # prints and keeps time, nothing else
     train_set, test_set = build_datasets(args)
@@ -51,7 +51,7 @@ def main(args):
 
     # 2. define dataloader
     train_sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
-    batch_size = args.batch_size // world_size  # of this rank; --batch-size is of all ranks
+    batch_size = args.batch_size // world_size  # of this rank; --batch-size is global
     train_loader = build_loader(train_set, args, train_sampler, batch_size, train=True)
     test_loader = build_loader(test_set, args, range(rank, len(test_set), world_size), batch_size)
     augment, normalize = build_transforms(train_set, args, device)

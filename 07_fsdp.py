@@ -57,7 +57,7 @@ def main(args):
 
     # 2. define dataloader
     train_sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
-    batch_size = args.batch_size // world_size  # of this rank; --batch-size is of all ranks
+    batch_size = args.batch_size // world_size  # of this rank; --batch-size is global
     train_loader = build_loader(train_set, args, train_sampler, batch_size, train=True)
     test_loader = build_loader(test_set, args, range(rank, len(test_set), world_size), batch_size)
     test_steps = sharded.count_test_steps(test_set, args, world_size)  # of rank 0, the most

@@ -251,10 +251,10 @@ def duration(seconds):
 
 
 def batch_totals(loss, outputs, targets):
-    """Return float (4,): sum of losses, correct answers, correct among the first five, images of a batch.
+    """Return float (4,): sum of losses, correct answers, correct among the first five, images.
 
     Args:
-        loss: the sum over the images.
+        loss: float (), the sum over the images of the batch.
     """
     correct = outputs.topk(min(5, outputs.size(1)), dim=1).indices == targets[:, None]
     images = targets >= 0  # a damaged image has a negative target

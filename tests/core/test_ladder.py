@@ -60,7 +60,7 @@ def train(folder, tmp_path_factory):
             given = ["--arch", arch, "--limit", STEPS[arch] * GLOBAL_BATCH, *flags]
             given += ["--dataset", "folder", "--data-dir", folder, "--epochs", 1, "--no-augment"]
             given += ["--lr", 0.02, "--warmup-epochs", 0.5, "--seed", 4, "--print-every", 8]
-            given += ["--batch-size", GLOBAL_BATCH // world_size, "--save", out / "net.pt"]
+            given += ["--batch-size", GLOBAL_BATCH, "--save", out / "net.pt"]
             given += ["--log-file", out / "log"]
             dtype = "float64" if arch == "resnet18" else "float32"
             env = {"PROBE": str(out), "OMP_NUM_THREADS": "1", "PROBE_DTYPE": dtype}
@@ -199,7 +199,7 @@ def test_97_test_images_count_once_in_the_batch_norm_of_rank_0(uneven, tmp_path,
     those of all ranks.
     """
     given = ["--dataset", "folder", "--data-dir", uneven, "--arch", "small_net", "--no-augment"]
-    given += ["--epochs", 1, "--lr", 0.5, "--lr-scaling", "none", "--batch-size", 12]
+    given += ["--epochs", 1, "--lr", 0.5, "--lr-scaling", "none", "--batch-size", 24]
     started = {}
     for name, more in (("plain", []), ("synced", ["--sync-bn"])):
         out = tmp_path / name
