@@ -73,9 +73,9 @@ def warn(message):
     print(message, file=sys.stderr, flush=True)
 
 
-def shared_flags(doc, others=OF_01_TO_05):
+def shared_flags(doc, others=OF_01_TO_05, **options):
     """Return a parser of the flags that 01 to 05 share; see Parser."""
-    parser = Parser(doc, others)
+    parser = Parser(doc, others, **options)
     add_flags(parser, SHARED)
     return parser
 

@@ -62,7 +62,7 @@ def train(folder, tmp_path_factory):
 def start(out, folder, world_size, *flags, **options):
     """Start 07 on images of 8x8 pixels, without augmentation, for one epoch unless flags differ."""
     given = ["--dataset", "folder", "--data-dir", folder, "--arch", "mnist_net", "--no-augment"]
-    given += ["--batch-size", IMAGES // STEPS // world_size, "--epochs", 1, "--print-every", 1]
+    given += ["--batch-size", IMAGES // STEPS, "--epochs", 1, "--print-every", 1]
     given += ["--lr-scaling", "none"]
     return Ranks(out, world_size, [*given, *flags], script="07_fsdp.py", **options)
 
@@ -325,7 +325,7 @@ def test_a_mistake_is_one_line(run, killed, folder):
 
 def test_every_rank_needs_a_test_image():
     """Without one it would skip a forward pass, for which the others would wait."""
-    args = SimpleNamespace(batch_size=4)
+    args = SimpleNamespace(batch_size=8)
     assert [sharded.count_test_steps(range(n), args, 2) for n in (2, 8, 9, 17)] == [1, 1, 2, 3]
     message = "1 test images for 2 ranks: expected one per rank or more; start 1 processes or fewer"
     with pytest.raises(UserError, match=message):

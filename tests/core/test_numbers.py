@@ -118,7 +118,7 @@ def of_03(tmp_path_factory):
     for split, images in (("train", TRAIN_IMAGES), ("test", TEST_IMAGES)):
         write_images(folder, split, (12, 12), ["a", "b", "c"], images // 3)
     flags = ["--dataset", "folder", "--data-dir", folder, "--no-augment", "--arch", "mnist_net"]
-    flags += ["--epochs", 2, "--batch-size", 3, "--lr", 0.8, "--warmup-epochs", 0.5, "--seed", 3]
+    flags += ["--epochs", 2, "--batch-size", 6, "--lr", 0.8, "--warmup-epochs", 0.5, "--seed", 3]
     flags += ["--print-every", 4, "--log-file", folder / "log.jsonl"]
     options = {"prepare": functools.partial(prepare_rank_of_03, folder)}
     options |= {"script": "03_mnmc_ddp_launch.py", "env": {"OMP_NUM_THREADS": 3}}

@@ -34,7 +34,11 @@ def parse_args(doc, add_flags=lambda parser: None):
     """Parse the flags of a benchmark: the flags of 01 to 05, --repeats, and the benchmark's own
     flags.
     """
-    parser = shared_flags(doc)
+    parser = shared_flags(doc, conflict_handler="resolve")
+    # A benchmark compares processes that do equal work.
+    parser.add_argument(
+        "--batch-size", type=whole_number(2), default=256, metavar="N", help="images per process"
+    )
     parser.add_argument(
         "--repeats", type=whole_number(1), default=5, metavar="N", help="number of runs per variant"
     )
