@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from imagenet_runs import final, parse_06, script
 from rungs import flags as shared_flags
 
+from common import ddp_flags
 from common.flags import output_file
 
 # 01 to 05
@@ -179,6 +181,35 @@ def test_two_ranks_may_try_the_same_new_file(tmp_path, monkeypatch):
 
 
 # What recorded commands mean that do not name these flags
+@pytest.mark.parametrize(
+    ("parse_args", "variable", "flags"),
+    [
+        (ddp_flags.parse_ddp_args, "WORLD_SIZE", []),
+        (ddp_flags.parse_ddp_args, "SLURM_STEP_NUM_TASKS", []),
+        (ddp_flags.parse_fsdp_args, "WORLD_SIZE", []),
+        (ddp_flags.parse_spawn_args, None, ["--nodes", "3", "--nproc-per-node"]),
+    ],
+)
+def test_a_batch_that_the_processes_cannot_share_is_refused(
+    parse_args, variable, flags, monkeypatch, capsys
+):
+    """Three parts of the default of 256 are not equal, and batch norm needs two images."""
+    for processes, batch, others in ((3, 256, "255 or 258"), (6, 10, "12 or 18")):
+        if variable:
+            monkeypatch.setenv(variable, str(processes))
+        given = [*flags, str(processes // 3)] if flags else []
+        given += ["--batch-size", str(batch)] if batch != 256 else []
+        monkeypatch.setattr(sys, "argv", ["train.py", *given])
+        with pytest.raises(SystemExit) as end:
+            parse_args("")
+        (line,) = capsys.readouterr().err.splitlines()
+        assert end.value.code == 2
+        assert (
+            f"--batch-size {batch} for {processes} processes: "
+            f"expected a multiple of {processes}, such as {others}"
+        ) in line
+
+
 DEFAULTS = """--dataset shapes --data-dir data --epochs 5 --batch-size 256 --lr 0.01 --seed 0
 --lr-scaling linear --warmup-epochs 0 --arch resnet18 --augment --print-every 50"""
 DEFAULTS_06 = """--dummy 2 --image-size 224 --arch resnet18 --epochs 100 --batch-size 256 --lr 0.1

@@ -41,8 +41,9 @@ def one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """The same of two processes, which take each batch in five pieces."""
-    return learn(copy_template(tmp_path_factory.mktemp("two")), 2, "--accumulate", 5)
+    """The same of two processes, which take each batch in five pieces and --lr as it is."""
+    flags = ["--accumulate", 5, "--lr", 0.2, "--lr-scaling", "none"]
+    return learn(copy_template(tmp_path_factory.mktemp("two")), 2, *flags)
 
 
 def learn(folder, processes, *flags):
@@ -198,9 +199,9 @@ def with_everything_random(project):
         ),
         ("range(11000, 12000)", "range(11000, 11997)"),
         (
-            "self.model.parameters(), args.lr, ",
-            '[{"params": self.model[:1].parameters(), "lr": args.lr / 10},'
-            ' {"params": self.model[1:].parameters()}], args.lr, ',
+            "self.model.parameters(), lr, ",
+            '[{"params": self.model[:1].parameters(), "lr": lr / 10},'
+            ' {"params": self.model[1:].parameters()}], lr, ',
         ),
     ):
         assert text.count(old) == 1
@@ -266,7 +267,7 @@ def test_dropout_differs_in_every_piece_of_every_process(whole):
 def test_all_parameter_groups_follow_the_schedule(whole):
     """Each from its own learning rate. The tests of a resume below have the same two groups."""
     project, _ = whole
-    expected = [0.1 * (1 + math.cos(math.pi * step / 60)) / 2 for step in range(60)]
+    expected = [0.4 * 500 / 256 * (1 + math.cos(math.pi * step / 60)) / 2 for step in range(60)]
     for rank in range(2):
         lines = (project / f"lrs{rank}").read_text().splitlines()
         first, second = zip(*(map(float, line.split()) for line in lines), strict=True)
