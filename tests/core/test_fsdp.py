@@ -262,7 +262,7 @@ def loaded(killed, folder, tmp_path, world_size, *flags):
 
 def test_other_numbers_of_ranks_load_the_same_values(killed, folder, tmp_path):
     two = loaded(killed, folder, tmp_path, 2)
-    three = loaded(killed, folder, tmp_path, 3, "--lr", 0.5)
+    three = loaded(killed, folder, tmp_path, 3, "--lr", 0.5, "--batch-size", 30)
     assert two["epoch"] == three["epoch"] == 1 and two["steps"] == three["steps"] == STEPS
     assert (two["lr"], three["lr"]) == (0.01, 0.5), "of the flags"
     assert all(torch.equal(three["weights"][k], two["weights"][k]) for k in two["weights"])
