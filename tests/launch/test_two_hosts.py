@@ -143,7 +143,8 @@ def equal_weights(a, b):
 
 # 03, 04 and 05
 
-FLAGS = ["--epochs", EPOCHS, "--save", "DISK/net.pt", "--log-file", "DISK/log.jsonl"]
+FLAGS = ["--epochs", EPOCHS, "--batch-size", 32]
+FLAGS += ["--save", "DISK/net.pt", "--log-file", "DISK/log.jsonl"]
 
 
 @pytest.fixture(scope="module")
