@@ -30,12 +30,10 @@ from common.flags import Parser
 from launch.checks import show, verdicts
 from launch.checks.all_reduce import measure, watch
 from launch.checks.facts import facts
-from launch.checks.gpu_health import check_gpu_health
 from launch.checks.infiniband import check_infiniband
 from launch.checks.messages import Pulse, collect, wait_for
 from launch.checks.network import Attempt, Listener, connect_to_all
 from launch.checks.verdicts import Check
-from launch.checks.xids import check_xids
 
 ARRIVAL = datetime.timedelta(seconds=20)  # to connect to rank 0
 
@@ -144,8 +142,6 @@ def lead(store, me, world_size, work, args):
         verdicts.check_clocks(all_facts, clocks),
         verdicts.check_shared_memory(all_facts),
         verdicts.check_threads(all_facts),
-        check_gpu_health(all_facts),
-        check_xids(all_facts),
         check_infiniband(all_facts),
     ]
     store.set("plan", json.dumps("measure" if can_measure else "stop"))

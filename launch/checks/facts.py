@@ -15,9 +15,7 @@ import torch.distributed as dist
 
 from common.distributed import LaunchError, setup_device
 from common.records import driver_version
-from launch.checks.gpu_health import ask_nvidia_smi
 from launch.checks.infiniband import infiniband_facts
-from launch.checks.xids import ask_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # the request for an interface's address; in linux/sockios.h
@@ -58,8 +56,6 @@ def facts(launcher, ranks):
             expected = "one that works and is free; nvidia-smi shows its state and processes"
             problem = f"its GPU fails: {problem}: expected {expected}"
         about_device = device_facts(torch.device("cpu"))
-    # Once per machine. On WSL2 the driver does not list its GPUs; torch for AMD has no CUDA.
-    asks = ranks.local_rank == 0 and (about_device["cuda"] or has_nvidia_gpus())
     return {
         "launcher": launcher,
         "rank": ranks.rank,
@@ -77,8 +73,6 @@ def facts(launcher, ranks):
         "threads": torch.get_num_threads(),
         "cores": cores(),
         "driver": driver_version(),
-        "gpu_health": ask_nvidia_smi() if asks else None,
-        "xids": ask_kernel() if asks else None,
         "infiniband": infiniband_facts(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }

@@ -18,7 +18,7 @@ import torch
 
 from common.distributed import find_launcher
 from common.errors import one_line_errors
-from launch.checks import all_reduce, gpu_health, infiniband, messages, xids
+from launch.checks import all_reduce, infiniband, messages
 from launch.checks import facts as facts_module
 
 
@@ -30,16 +30,13 @@ def end(signal_number):
 
 
 def machine():
-    """Give this machine the GPUs, adapters and limits that the folder FAKE_MACHINE describes."""
+    """Give this machine the adapters and limits that the folder FAKE_MACHINE describes."""
     folder = Path(os.environ["FAKE_MACHINE"])
-    facts_module.NVIDIA = folder / "gpus"
-    facts_module.unusable_gpus = lambda: None  # torch has none of them
     infiniband.ADAPTERS = folder / "class"
     infiniband.DEVICES = folder / "dev"
     infiniband.STATUS = folder / "status"
     infiniband.LIBRARY = "libc.so.6"
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, 2**16))
-    gpu_health.PATIENCE = xids.PATIENCE = float(os.environ.get("FAKE_PATIENCE", 5))
     messages.SILENCE = int(os.environ.get("FAKE_SILENCE", 10))
 
 
