@@ -29,7 +29,7 @@ test: $(VENV)/ready-dev  ## run the quick tests: about four minutes on two cores
 test-real: test $(VENV)/ready-site  ## run the quick tests, then those on real launchers, clusters and kills: 20 minutes
 	$(PYTEST) -n 3 -m "slow and not rare"
 
-test-all: test-real  ## run these, then the benchmarks, the drills and second cases of a promise: half an hour
+test-all: test-real  ## run these, then the benchmarks and second cases of a promise: half an hour
 	$(PYTEST) -n 3 -m rare
 
 test-oldest:  ## run the quick tests with torch 2.9, the oldest supported, in .venv-oldest; PYTHON=python3.10 too

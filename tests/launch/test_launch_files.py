@@ -2,7 +2,7 @@
 its API accepts.
 
 Those for Slurm run in test_slurm.py and test_slurm_elastic.py, the 06_*.sh and store.py in
-test_drill.py as well.
+test_elastic.py as well.
 """
 
 import importlib

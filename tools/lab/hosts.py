@@ -1,4 +1,4 @@
-"""Simulate several hosts on this machine, to test and drill launches over a network.
+"""Simulate several hosts on this machine, to test launches over a network.
 
 Each host is a network namespace with its own address. A bridge in another namespace connects the
 hosts, so the machine's own network does not change. A process on a host sees the host's name as
