@@ -1,6 +1,5 @@
 """Functions shared by the benchmarks: flags, training steps, and runs in turn that are recorded."""
 
-import contextlib
 import json
 import os
 import re
@@ -15,8 +14,6 @@ import torch
 import torch.distributed as dist
 import torchvision
 from torch import nn
-from torch.utils.data import DataLoader, Subset
-from torchvision import transforms as T
 
 from common.data import build_loader, build_transforms
 from common.errors import UserError
@@ -77,8 +74,6 @@ def build_step(args, train_set, device, wrap=lambda model: model):
     """Build a model and return a function that runs one training step: (images, targets) -> (loss,
     outputs).
 
-    With synced=False, the step leaves out the communication of DistributedDataParallel.
-
     Args:
         args: Namespace of parse_args.
         train_set: data set, for the shape of its images and its number of classes.
@@ -93,23 +88,21 @@ def build_step(args, train_set, device, wrap=lambda model: model):
         model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
     )
 
-    def step(images, targets, synced=True):
-        with contextlib.nullcontext() if synced else model.no_sync():
-            outputs = model(images)
-            loss = criterion(outputs, targets)
-            optimizer.zero_grad()
-            loss.backward()
+    def step(images, targets):
+        outputs = model(images)
+        loss = criterion(outputs, targets)
+        optimizer.zero_grad()
+        loss.backward()
         optimizer.step()
         return loss, outputs
 
     return step
 
 
-def step_seconds(steps, device, per_turn=1):
+def step_seconds(steps, device):
     """Return {name: seconds of steps[name]()}, the median of TURNS turns.
 
-    The steps take turns, every second time in reverse order; all ranks start a turn together. Each
-    turn repeats a step `per_turn` times.
+    The steps take turns, every second time in reverse order; all ranks start a turn together.
     """
     times = {name: [] for name in steps}
     for turn in range(WARMUP + TURNS):
@@ -117,11 +110,10 @@ def step_seconds(steps, device, per_turn=1):
             dist.barrier()
             synchronize(device)
             begin = time.perf_counter()
-            for _ in range(per_turn):
-                steps[name]()
+            steps[name]()
             synchronize(device)
             if turn >= WARMUP:
-                times[name].append((time.perf_counter() - begin) / per_turn)
+                times[name].append(time.perf_counter() - begin)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
@@ -174,12 +166,6 @@ def run_alone(what, make_command):
     return [json.loads(line) for line in lines], peak
 
 
-def torchrun(processes, script, *flags):
-    """Return the command that starts a script in so many processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    return [*command, *map(str, (script, *flags))]
-
-
 def run_ranks(what, processes, threads, script, *flags):
     """Run a script under torchrun, with so many threads per process. Return the last line of its
     output, which is JSON.
@@ -187,7 +173,8 @@ def run_ranks(what, processes, threads, script, *flags):
     Raises:
         UserError: it failed. `what` names it.
     """
-    command = torchrun(processes, script, *flags)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    command += map(str, (script, *flags))
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     process = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
     if process.returncode != 0:
@@ -271,52 +258,3 @@ def summary(script, ours, others):
     speed = statistics.median(run["images_per_second"] for run in ours)
     texts = [f"{statistics.median(ratios(ours, same)):.2f} of {n}" for n, same in others.items()]
     return ", ".join([f"{script}: {speed:.0f} img/s", *texts])
-
-
-# Loading images as most tutorials do, and ours beside it
-
-
-def classic_transform(crop, levels):
-    """Return the transform of one PIL image.
-
-    Args:
-        crop: transform that crops it.
-        levels: mean and standard deviation of each channel, from 0 to 255.
-    """
-    mean, std = ([level / 255 for level in channels] for channels in levels)
-    return T.Compose([crop, T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)])
-
-
-def classic_files(folder, transform, count):
-    """Return `count` images of an ImageFolder, decoded by PIL when they are read."""
-    images = torchvision.datasets.ImageFolder(folder, transform)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    return Subset(images, order[:count].tolist())
-
-
-def compare_loaders(args, known, classic, our_batches, field):
-    """Read all images with one worker each, --repeats times in turn, without training. Print and
-    record the speeds.
-
-    Args:
-        args: Namespace with repeats, batch_size and log_file.
-        known: dict, the fields of all records.
-        classic: Dataset, read by the classic loader.
-        our_batches: function that returns batches (images, targets, ...) of our loader.
-        field: str, the field of a record that holds the name of the loader.
-    """
-    loader = DataLoader(classic, args.batch_size, num_workers=1, persistent_workers=True)
-    loaders = {"classic loader": lambda: loader, "our loader": our_batches}
-    speeds = {name: [] for name in loaders}
-    for repeat in range(-1, args.repeats):
-        for name, batches in loaders.items():
-            begin = time.perf_counter()
-            images = sum(len(batch[1]) for batch in batches())
-            speed = images / (time.perf_counter() - begin)
-            if repeat >= 0:  # the first pass starts the worker and fills the cache of files
-                speeds[name].append(speed)
-                record = {field: name, "repeat": repeat, "images_per_second": speed}
-                append(args.log_file, known | record)
-    faster = [ours / classic for classic, ours in zip(*speeds.values(), strict=True)]
-    medians = [f"{name} {statistics.median(values):.1f} img/s" for name, values in speeds.items()]
-    print(f"\nwithout training: {', '.join(medians)}, ours / classic {spread(faster, '.2f')}")

@@ -2,36 +2,27 @@
 --repeats times:
     bare          forward, backward and optimizer step, always on the same batch
     dummy         06_imagenet.py --dummy: all of the script except reading images
-    checkpoints   the same, with a checkpoint every ten steps
-    files         06_imagenet.py on the photographs of --data-dir
     example       a loop as PyTorch's ImageNet example has it: float32, one batch in pinned memory,
                   loss and accuracy read in each step; only if --runs names it
     example-amp   the same with --amp
-Ratios compare runs that follow each other. The cost of a checkpoint is what it adds to the run, for
-one checkpoint every 100 steps. At the end: the loader alone with one worker, compared with PIL
-images transformed one by one.
+Ratios compare runs that follow each other.
 
-    python tools/bench/train.py --data-dir data/imagenet-mini --batch-size 32 --image-size 224
     python tools/bench/train.py --runs bare dummy example example-amp --arch resnet50 --amp bf16
 """
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import nn
-from torchvision import transforms as T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import one_line_errors
-from common.images import MEAN, STD
 from common.records import peak_memory
-from imagenet.datasets import Images
 from imagenet.flags import (
     AMP_DTYPES,
     Parser,
@@ -40,14 +31,9 @@ from imagenet.flags import (
     output_file,
     whole_number,
 )
-from imagenet.loader import build_loader
 from imagenet.model import build_model
-from imagenet.sampler import GlobalBatchSampler
 from tools.bench.measure import (
     ROOT,
-    classic_files,
-    classic_transform,
-    compare_loaders,
     fields,
     pick_device,
     run_alone,
@@ -56,27 +42,23 @@ from tools.bench.measure import (
     take_turns,
     timed,
 )
-from tools.records import checkpoint_cost, group, ratios, spread
+from tools.records import group, ratios
 
-RUNS = ("bare", "dummy", "checkpoints", "files")
+RUNS = ("bare", "dummy")
 EXAMPLES = ("example", "example-amp")
-EVERY = 10  # training steps between checkpoints
-WORKERS = 2  # loader processes of the files run
 
 
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    text = "photographs, as train/CLASS/*.jpg; without them no files run"
-    add("--data-dir", default="data", metavar="DIR", help=text)
     add("--arch", default="resnet18", metavar="NAME", help="see 06_imagenet.py --help")
     add("--batch-size", type=whole_number(1), default=256, metavar="N", help="images per step")
     add("--image-size", type=whole_number(16), default=224, metavar="N", help="pixels per side")
     add("--steps", type=whole_number(20), default=40, metavar="N", help="steps of each run")
     add("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each kind")
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per run to FILE")
-    text = "the kinds of runs (default: bare, dummy, checkpoints and, with photographs, files)"
-    add("--runs", nargs="+", choices=(*RUNS, *EXAMPLES), metavar="RUN", help=text)
+    text = "the kinds of runs (default: bare and dummy)"
+    add("--runs", nargs="+", default=RUNS, choices=(*RUNS, *EXAMPLES), metavar="RUN", help=text)
     add("--inside", choices=("bare", *EXAMPLES), help=argparse.SUPPRESS)  # run it in this process
     add_machine_flags(parser)
     args = parser.parse_args()
@@ -92,39 +74,21 @@ def main(args):
         memory = round(peak_memory() / 2**20)
         print(json.dumps({"images_per_second": speed, "peak_memory_mib": memory}))
         return
-    names = ("data_dir", "batch_size", "amp", "channels_last", "compile", "image_size", "steps")
-    known = fields(args, pick_device(), *names) | {"every": EVERY, "bench": "train"}
-    has_files = os.path.isdir(os.path.join(args.data_dir, "train"))
+    names = ("batch_size", "amp", "channels_last", "compile", "image_size", "steps")
+    known = fields(args, pick_device(), *names) | {"bench": "train"}
     records = take_turns(
         args,
         known,
-        args.runs or [name for name in RUNS if has_files or name != "files"],
+        args.runs,
         run=lambda name: [run_one(name, args)],
         line=lambda run: f"{run['run']:12} {run['images_per_second']:9.1f} img/s",
     )
     runs = group(records, "run")
     first = next(iter(runs))
     show(runs, f"{first} = 1", {name: ratios(same, runs[first]) for name, same in runs.items()})
-    if "checkpoints" in runs and "dummy" in runs:
-        costs = [
-            100 * checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
-            for without, saving in zip(runs["dummy"], runs["checkpoints"], strict=True)
-        ]
-        print(f"a checkpoint every 100 steps costs {spread(costs, '.2f')} % of the time")
-    if "files" in runs:
-        compare_with_classic(args, known)
     if "dummy" in runs:
         plain = {name: same for name, same in runs.items() if name in ("bare", *EXAMPLES)}
         print(summary("06", runs["dummy"], plain))
-
-
-def work_of(name, args):
-    """Return the flags of 06 that say what a run trains on, and how many workers load it."""
-    if name != "files":
-        return ["--dummy", args.steps * args.batch_size, "--epochs", 1, "--workers", 0]
-    images = len(Images(os.path.join(args.data_dir, "train"), args.image_size))
-    epochs = max(1, round(args.steps * args.batch_size / images))
-    return [args.data_dir, "--epochs", epochs, "--workers", WORKERS]
 
 
 def run_one(name, args):
@@ -137,11 +101,10 @@ def run_one(name, args):
         if name in ("bare", *EXAMPLES):
             inside = ["--inside", name, "--steps", args.steps]
             return [ROOT / "tools/bench/train.py", *inside, *shared]
-        saves = EVERY if name == "checkpoints" else 10**6
-        outputs = ["--log-file", folder / "log.jsonl"]
-        outputs += ["--checkpoints-path", folder / "checkpoints", "--checkpoint-every", saves]
-        script = [ROOT / "06_imagenet.py", *shared, "--eval-every", 0]
-        return [*script, *outputs, *work_of(name, args)]
+        outputs = ["--log-file", folder / "log.jsonl", "--checkpoints-path", folder / "checkpoints"]
+        script = [ROOT / "06_imagenet.py", *shared, "--eval-every", 0, "--checkpoint-every", 10**6]
+        images = ["--dummy", args.steps * args.batch_size, "--epochs", 1, "--workers", 0]
+        return [*script, *outputs, *images]
 
     records, _ = run_alone(f"the run {name!r}", command)
     measured = {key: records[-1][key] for key in ("images_per_second", "peak_memory_mib")}
@@ -221,19 +184,6 @@ def batch_of(args):
     if device.type == "cpu":
         return images, targets
     return images.pin_memory(), targets.pin_memory()
-
-
-def compare_with_classic(args, known):
-    """Compare our loader with the classic loader, one worker each, without training."""
-    folder = os.path.join(args.data_dir, "train")
-    ours = Images(folder, args.image_size, seed=0)
-    steps = max(1, min(len(ours), args.steps * args.batch_size) // args.batch_size)
-    images = steps * args.batch_size
-    batches = GlobalBatchSampler(images, args.batch_size, 0, 1)
-    our_loader = build_loader(ours, batches, 1, torch.device("cpu"))
-    transform = classic_transform(T.RandomResizedCrop(args.image_size), (MEAN, STD))
-    classic = classic_files(folder, transform, images)
-    compare_loaders(args, known, classic, lambda: our_loader, "run")
 
 
 if __name__ == "__main__":
