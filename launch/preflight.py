@@ -129,7 +129,7 @@ def lead(store, me, world_size, work, args):
 
     done = [
         verdicts.check_ranks(all_facts, world_size),
-        verdicts.check_launch(all_facts),
+        verdicts.check_same_launch(all_facts),
         verdicts.check_devices(all_facts),
         verdicts.check_addresses(all_facts, attempts),
         verdicts.check_network(all_facts, attempts),

@@ -62,7 +62,7 @@ def check_ranks(all_facts, world_size):
     return Check("ranks", "ok", f"{len(present)} of {world_size} answered")
 
 
-def check_launch(all_facts):
+def check_same_launch(all_facts):
     """All ranks were started in the same way."""
     for key in ("world_size", "launcher"):
         values = group(all_facts, key)

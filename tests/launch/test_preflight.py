@@ -167,8 +167,8 @@ def test_ranks_that_do_not_belong_together_are_named():
     ranks = verdicts.check_ranks
     twice = [*FOUR, fact(1, pid=77, host="n9")]
     missing = ranks([fact(0), fact(1), fact(3)], 4)
-    world = verdicts.check_launch([fact(0), fact(1, world_size=2)])
-    launcher = verdicts.check_launch([fact(0), fact(1, launcher="python")])
+    world = verdicts.check_same_launch([fact(0), fact(1, world_size=2)])
+    launcher = verdicts.check_same_launch([fact(0), fact(1, launcher="python")])
     assert_verdicts(
         (missing, "FAIL", "rank 2 of 4 did not answer within", "MASTER_ADDR and MASTER_PORT"),
         (missing, "FAIL", "(n0 has ranks 0-1; n1 has rank 3)", "on the machine that is not listed"),
