@@ -79,7 +79,7 @@ def read(path):
     return records
 
 
-def load(name, machine, columns, only=None, results=None):
+def load(name, machine, columns, only=None):
     """Return the records of an experiment on one machine, with the columns that a chart draws.
 
     Args:
@@ -94,11 +94,11 @@ def load(name, machine, columns, only=None, results=None):
     Raises:
         RecordError: there are no such records, or a column is missing or has another type.
     """
-    path = Path(results or RESULTS, name, f"{machine}.jsonl")
+    path = Path(RESULTS, name, f"{machine}.jsonl")
     record_some = f"record some: python tools/experiments.py {name} --machine {machine}"
     if not path.exists():
         choice = ""
-        if others := [other.stem for other in files(name, results)]:
+        if others := [other.stem for other in files(name)]:
             choice = f", expected one of {', '.join(others)} (make charts MACHINE={others[0]})"
         raise RecordError(f"no {path}{choice}; {record_some}")
     selected = []
@@ -178,20 +178,10 @@ def ratios(runs, others):
     return [one["images_per_second"] / other["images_per_second"] for one, other in pairs]
 
 
-def checkpoint_cost(without, saving, r):
-    """Return the time that one checkpoint takes, divided by the time of 100 training steps.
-
-    Args:
-        without: images per second without checkpoints.
-        saving: images per second with a checkpoint every r["every"] steps.
-        r: the record of the run with checkpoints.
-    """
-    return (without / saving - 1) * r["every"] / 100
-
-
 def checkpoint_seconds(without, saving):
     """Return the seconds that a checkpoint takes, from the records of a run without and one with
     checkpoints.
     """
-    cost = checkpoint_cost(without["images_per_second"], saving["images_per_second"], saving)
-    return 100 * cost * saving["batch_size"] / without["images_per_second"]
+    step = saving["batch_size"] / without["images_per_second"]
+    step_with_share = saving["batch_size"] / saving["images_per_second"]
+    return saving["every"] * (step_with_share - step)

@@ -18,7 +18,7 @@ from common.models import MnistNet
 from tools import demo, steps
 from tools.bench import input as input_bench
 from tools.bench import my_ddp
-from tools.records import checkpoint_cost, checkpoint_seconds
+from tools.records import checkpoint_seconds
 
 
 @pytest.mark.slow
@@ -197,10 +197,8 @@ def test_a_step_changes_no_section_that_is_not_its_lesson(monkeypatch, capsys):
 
 
 def test_a_checkpoint_costs_what_it_adds_to_the_steps():
-    # 10 images a step: 1 s without, 1.05 s with a checkpoint every 10 steps. So one takes 0.5 s, of
-    # 100 s.
+    # 10 images a step: 1 s without, 1.05 s with a checkpoint every 10 steps. So one takes 0.5 s.
     saving = {"every": 10, "batch_size": 10, "images_per_second": 10 / 1.05}
-    assert checkpoint_cost(10, 10 / 1.05, saving) == pytest.approx(0.005)
     assert checkpoint_seconds({"images_per_second": 10}, saving) == pytest.approx(0.5)
 
 
