@@ -7,9 +7,10 @@ Copy this file and distributed.py into a folder of your own, and start it in one
     srun --ntasks=2 --kill-on-bad-exit=1 python train.py
     torchrun --nproc-per-node=2 --max-restarts=3 train.py --resume
 
-With --resume it continues after the last saved training step. On SIGTERM and SIGUSR1 it saves and
-exits with code 75. On several machines all must see the folder of --checkpoints, and --max-restarts
-needs the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+With --resume it continues after the last saved training step. Without --resume it overwrites no
+training. On SIGTERM and SIGUSR1 it saves and exits with code 75. On several machines all must see
+the folder of --checkpoints, and --max-restarts needs the variable
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+sys.path.append(os.path.join(os.path.dirname(__file__), "../common"))  # if it is not copied
 try:
     from distributed import cleaned_up, setup_distributed
 except ImportError:
@@ -80,9 +82,9 @@ def parse_args():
     add("--workers", type=int, default=0, help="loader workers per process")
     add("--eval-every", type=int, default=1, help="validate after every N epochs; 0: never")
     add("--print-every", type=int, default=50, help="print a line after every N steps")
-    add("--save-every", type=float, default=10, help="save last.pt every N minutes, and at the end")
+    add("--save-every", type=float, default=10, help="save every N minutes, and at the end")
     add("--checkpoints", default="checkpoints", help="folder of last.pt and best.pt")
-    add("--resume", action="store_true", help="continue from last.pt if it exists")
+    add("--resume", action="store_true", help="continue a training if there is one")
     add("--sync-bn", action="store_true", help="batch norm over all processes; needs GPUs")
     add("--amp", choices=("bf16", "fp16"), help="compute in 16 bits, with the weights in float32")
     add("--seed", type=int, default=0, help="for the weights and the order of the examples")
@@ -191,29 +193,34 @@ class Run:
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.cpus)
         return votes.bool().tolist()
 
-    def save(self):
+    def save(self, name="last.pt"):
         state = {name: part.state_dict() for name, part in self.parts.items()}
         state |= {"epoch": self.epoch, "step": self.step, "best": self.best}
         state["batch_size"] = self.args.batch_size
         state["totals"] = self.totals.clone()
         dist.all_reduce(state["totals"])
-        self.write("last.pt", state)
+        self.write(name, state)
         self.save_at = time.monotonic() + 60 * self.args.save_every
 
     def load(self):
-        """Continue from last.pt, if --resume asks for it and the file exists."""
-        path = os.path.join(self.args.checkpoints, "last.pt")
-        exists = self.args.resume and os.path.exists(path)
-        seen, missed = self.vote(exists, not exists)
+        """With --resume, continue the training in the folder. Without it, exit if there is one."""
+        folder = self.args.checkpoints
+        # best.pt is alone if last.pt was deleted, or a kill came between the two.
+        paths = [os.path.join(folder, name) for name in ("last.pt", "best.pt")]
+        path = next(filter(os.path.exists, paths), None)
+        seen, missed = self.vote(path is not None, path is None)
+        if seen and not self.args.resume:
+            remedy = "add --resume to continue it, or name another folder"
+            refuse(self.d, f"--checkpoints {folder} holds a training already: {remedy}")
         if seen and missed:
-            sys.exit(
-                f"{path} is on some machines only: name a folder of --checkpoints that all share"
-            )
-        if exists:
+            remedy = "name a folder that all share"
+            refuse(self.d, f"--checkpoints {folder} is not one folder on all machines: {remedy}")
+        if path:
             state = torch.load(path, map_location="cpu", weights_only=True)
             size = state.get("batch_size", self.args.batch_size)
             if state["step"] and size != self.args.batch_size:  # a step would have other examples
-                sys.exit(f"{path} is of an epoch with --batch-size {size}: finish it with this one")
+                remedy = f"finish it with --batch-size {size}"
+                refuse(self.d, f"{path} is of an epoch with another batch size: {remedy}")
             for name, part in self.parts.items():
                 if state[name]:  # that of the scaler is empty unless it was saved with fp16
                     part.load_state_dict(state[name])
@@ -222,7 +229,10 @@ class Run:
             self.best = state["best"]
             if self.d.is_main:
                 self.totals += state["totals"].to(self.d.device)
-            self.say(f"resumed from {path}, after step {self.step} of epoch {self.epoch + 1}")
+            where = f"epoch {self.epoch} of {self.args.epochs}"
+            if self.step:
+                where = f"step {self.step} of epoch {self.epoch + 1}"
+            self.say(f"resumed from {path}, after {where}")
 
     def write(self, name, state):
         """Let rank 0 write a file, whole or not at all. The other processes wait."""
@@ -265,6 +275,11 @@ def check(args, d, examples):
         error = "--sync-bn: torch's SyncBatchNorm needs GPUs, found none; leave the flag out"
     else:
         return
+    refuse(d, error)
+
+
+def refuse(d, error):
+    """Let rank 0 print what cannot work, and exit on all ranks."""
     if d.is_main:
         print(f"train.py: {error}", file=sys.stderr)
     sys.exit(2)
@@ -311,7 +326,8 @@ def main(args):
             line += f" | validation loss {loss:.4f}, accuracy {accuracy:.2%}"
             if accuracy > run.best:
                 run.best = accuracy
-                run.write("best.pt", {"model": run.model.state_dict()})
+                run.save("best.pt")
+                run.save()  # or a training that resumes from before would overwrite best.pt
         run.say(line)
     run.save()
     if test_set is not None:

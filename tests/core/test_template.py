@@ -62,10 +62,14 @@ def fork(project, processes, *flags, prepare=work_in):
 
     As they do not import torch, that is quicker than a launcher.
     """
-    prepare = functools.partial(prepare, project)
-    ranks = Ranks(project, processes, flags, script=str(project / "train.py"), prepare=prepare)
+    ranks = start(project, processes, *flags, prepare=prepare)
     codes = ranks.wait()
     return codes, without_gloo(ranks.output()).splitlines()
+
+
+def start(project, processes, *flags, prepare=work_in):
+    prepare = functools.partial(prepare, project)
+    return Ranks(project, processes, flags, script=str(project / "train.py"), prepare=prepare)
 
 
 def losses(line):
@@ -138,7 +142,7 @@ def test_one_and_two_processes_train_as_a_plain_loop(one, two):
         assert saved["epoch"] == 3 and saved["step"] == 0
         validated = [accuracies(line)[1] for line in printed[:3]]
         assert validated[2] == max(validated) == pytest.approx(100 * saved["best"])
-        assert same(torch.load(checkpoints / "best.pt"), {"model": saved["model"]})
+        assert same(torch.load(checkpoints / "best.pt"), saved)
 
 
 def test_it_prints_and_evaluates_as_often_as_it_is_told(project):
@@ -151,6 +155,33 @@ def test_it_prints_and_evaluates_as_often_as_it_is_told(project):
     steps = re.findall(r"epoch (\d) \[(#*) *\] step (\d)/5: loss \d", "\n".join(lines))
     bars = [("#" * 8, "2"), ("#" * 16, "4")]
     assert steps == [(epoch, *bar) for epoch in "123" for bar in bars]
+
+
+def files_in(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kept", [["last.pt"], ["best.pt"], ["last.pt", "best.pt"]])
+def test_a_training_is_not_overwritten(project, two, kept):
+    """Neither an interrupted one nor one that is complete. Rank 0 alone says so."""
+    _, checkpoints = two
+    os.mkdir(project / "checkpoints")
+    for name in kept:
+        shutil.copy(checkpoints / name, project / "checkpoints")
+    before = files_in(project / "checkpoints")
+    ranks = start(project, 2, *FLAGS)
+    assert ranks.wait() == [2, 2]
+    (line,) = without_gloo(ranks.output()).splitlines()
+    assert line.startswith("train.py: --checkpoints checkpoints holds a training already")
+    assert line.endswith("add --resume to continue it, or name another folder")
+    assert without_gloo(ranks.output(1)) == ""
+    assert files_in(project / "checkpoints") == before
+    codes, lines = fork(project, 2, *FLAGS, "--resume")
+    assert codes == [0, 0], lines
+    assert lines[0] == f"resumed from checkpoints/{kept[0]}, after epoch 3 of 3"
+    assert [line[:5] for line in lines[1:]] == ["done:"], "it only evaluates"
+    after = files_in(project / "checkpoints")
+    assert {name: after[name] for name in kept} == before, "a complete training stays as it is"
 
 
 def test_a_training_goes_on_for_more_epochs(project, one):
@@ -345,7 +376,7 @@ def test_torchrun_restarts_it_once_after_a_rank_is_killed(project, rank):
     workers(process.pid)[rank].kill()
     code, out, err = finished(process)
     assert code == 0, err
-    assert re.search(r"^resumed from checkpoints/last.pt, after step \d+ of epoch \d$", out, re.M)
+    assert re.search(r"^resumed from checkpoints/last.pt, after (step \d+ of )?epoch \d", out, re.M)
     assert out.count("resumed from") == 1 and "done: test loss" in out
 
 
@@ -401,14 +432,15 @@ def test_it_saves_after_so_many_minutes(template, train_here, monkeypatch, tmp_p
 
 
 def test_an_epoch_is_resumed_with_its_batch_size_and_may_change_to_fp16(
-    template, train_here, tmp_path
+    template, train_here, tmp_path, capsys
 ):
     template.signals.append(signal.SIGTERM)
     with pytest.raises(SystemExit, match="75"):
         train_here(*SHORT, tmp_path)
     template.signals.clear()
-    with pytest.raises(SystemExit, match="with --batch-size 1000: finish it with this one"):
+    with pytest.raises(SystemExit, match="2"):
         train_here(*SHORT, tmp_path, "--resume", "--batch-size", 500)
+    assert "another batch size: finish it with --batch-size 1000" in capsys.readouterr().err
     train_here(*SHORT, tmp_path, "--resume", "--amp", "fp16")
     assert torch.load(tmp_path / "last.pt")["epoch"] == 1
 
@@ -424,8 +456,9 @@ def test_processes_that_do_not_share_a_folder_do_not_resume(project):
     (project / "checkpoints").mkdir()
     (project / "checkpoints/last.pt").touch()
     codes, lines = fork(project, 2, *FLAGS, "--resume", prepare=work_apart)
-    message = "checkpoints/last.pt is on some machines only: name a folder of --"
-    assert codes == [1, 1] and all(line.startswith(message) for line in lines) and lines
+    message = "train.py: --checkpoints checkpoints is not one folder on all machines: name a"
+    (line,) = lines
+    assert codes == [2, 2] and line.startswith(message)
 
 
 def test_without_a_test_set_it_trains_and_validates(
@@ -480,7 +513,15 @@ def test_flags_that_cannot_work_end_in_one_line(train_here, capfd):
         assert line.startswith(f"train.py: {message}")
 
 
-def test_without_distributed_py_it_says_what_to_copy(monkeypatch):
+def test_it_starts_in_the_clone_too(tmp_path):
+    process = start_copy(tmp_path, ROOT / "template/train.py", "--epochs=1", "--batch-size=1000")
+    code, out, err = finished(process)
+    assert code == 0 and "done: test loss" in out, err
+
+
+def test_without_distributed_py_it_says_what_to_copy(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "distributed", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    shutil.copy(ROOT / "template/train.py", tmp_path)
     with pytest.raises(SystemExit, match=r"cp template/train\.py common/dist"):
-        runpy.run_path(str(ROOT / "template/train.py"))
+        runpy.run_path(str(tmp_path / "train.py"))
