@@ -208,7 +208,8 @@ def train_epoch(run, epoch, loader):
         if save or last:
             run.checkpoints.save(run.state_dict(), wait=last)
         if stop:
-            raise Stopped(f"after step {run.steps_done}: saved, and --resume continues")
+            saved = "saved, and --resume continues" if args.checkpoints_path else "nothing is saved"
+            raise Stopped(f"after step {run.steps_done}: {saved}")
 
 
 @torch.no_grad()
@@ -235,7 +236,8 @@ def evaluate(run, loader):
             totals += batch_totals(loss, outputs, targets)
         stop, _ = run.votes.count()
         if stop:
-            again = "the same command" if run.args.evaluate else "--resume"
+            trained = run.args.checkpoints_path and not run.args.evaluate
+            again = "--resume" if trained else "the same command"
             raise Stopped(f"during an evaluation: {again} evaluates again")
     dist.all_reduce(totals)
     loss, top1, top5, images = totals.tolist()

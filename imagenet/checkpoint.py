@@ -68,7 +68,7 @@ class Checkpoints:
     Every rank makes one, and all ranks call each of its methods at the same time.
 
     Args:
-        folder: str; created if missing; machines may share it or not.
+        folder: str; created if missing; machines may share it or not. None: nothing is kept.
         d: Distributed; reads rank and local_rank.
         group: a gloo process group of all ranks.
         keep: int, how many to keep beside the best.
@@ -85,8 +85,8 @@ class Checkpoints:
         self.group = group
         self.keep = keep
         self.patience = patience
-        self.reads = d.local_rank == 0
-        self.writes = self._choose_writers(d.local_rank)
+        self.reads = folder is not None and d.local_rank == 0
+        self.writes = folder is not None and self._choose_writers(d.local_rank)
         self.thread = concurrent.futures.ThreadPoolExecutor(1)
         self.pending = None  # the save that is being written, as (name, future)
 
@@ -171,8 +171,9 @@ class Checkpoints:
         return decode(broadcast(body, source, group)), newest.path
 
     def exist(self):
-        """Return whether any machine has a checkpoint, damaged or not."""
-        return any(gather(self.reads and bool(self._newest_first()), self.group))
+        """Return whether any machine has a checkpoint, damaged or not, or the best."""
+        any_here = self.reads and (self._newest_first() or os.path.exists(self._path(BEST)))
+        return any(gather(bool(any_here), self.group))
 
     # Each process by itself
 

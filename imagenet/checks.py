@@ -114,10 +114,14 @@ def check_new_run(args, d, checkpoints):
         raise UserError(
             f"--evaluate --resume: no checkpoint in {args.checkpoints_path}; name the right folder"
         )
-    if not args.evaluate and not args.resume and checkpoints.exist():
+    if not args.evaluate and checkpoints.exist():
+        folder = args.checkpoints_path
+        remedy = "add --resume to continue from the newest"
+        if args.resume:  # there is no other file
+            remedy = f"to continue from best.pt, cp {folder}/best.pt {folder}/step-00000000.pt"
         raise UserError(
-            f"--checkpoints-path {args.checkpoints_path} holds checkpoints already: "
-            "add --resume to continue from the newest, or name another folder"
+            f"--checkpoints-path {folder} holds checkpoints already: "
+            f"{remedy}, or name another folder"
         )
     if args.resume and d.is_main:
         print(f"no checkpoint in {args.checkpoints_path}: starting from the beginning")
@@ -149,6 +153,8 @@ def print_hints(args, d):
             "the learning rate never reaches its peak; "
             f"expected a shorter warm-up, as --warmup-epochs {args.epochs / 20:g}"
         )
+    if args.checkpoints_path is None and not args.evaluate:
+        print("--dummy: no checkpoints are kept, unless --checkpoints-path DIR names a folder")
     if args.train_path and not args.evaluate:
         test = unused_test_folder(args.train_path, args.val_path)
         if test:

@@ -39,9 +39,18 @@ def parse_args(doc):
     parser.add_argument("--local-rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     del args.local_rank
+    fill_in(args)
     check_flags(parser, args)
     check_machine_flags(parser, args)
     return args
+
+
+def fill_in(args):
+    """Set the flags whose default depends on other flags."""
+    if args.warmup_epochs is None:
+        args.warmup_epochs = min(5, args.epochs / 20)
+    if args.checkpoints_path is None and (args.dummy is None or args.resume):
+        args.checkpoints_path = "checkpoints"
 
 
 def check_flags(parser, args):
@@ -143,7 +152,8 @@ RECIPE = [  # how the weights change
     ("--schedule", ("cosine", "step"), "cosine", "step: divide by 10 every --step-epochs"),
     ("--final-lr X", number(), 0, "share of the peak at which --schedule cosine ends"),
     ("--step-epochs N", number(above=0), 30, "epochs between steps of --schedule step"),
-    ("--warmup-epochs N", number(), 5, "epochs until the learning rate is at its peak"),
+    ("--warmup-epochs N", number(), None,
+     "epochs until the learning rate is at its peak; 5 if not given, or --epochs / 20 if less"),
     ("--warmup-factor X", number(), 0.1, "share of the peak at which warm-up starts"),
     ("--momentum X", number(below=1), 0.9, "Nesterov momentum"),
     ("--weight-decay X", number(), 5e-5, "for weights, not for norms and biases"),
@@ -155,7 +165,9 @@ RECIPE = [  # how the weights change
 RUN = [  # what happens beside the training
     ("--evaluate", bool, False, "evaluate the model of --weights or --resume, without training"),
     ("--eval-every N", whole_number(0), 1, "evaluate after every N epochs; 0 is never"),
-    ("--checkpoints-path DIR", str, "checkpoints", "folder of checkpoints; machines may share it"),
+    ("--checkpoints-path DIR", str, None,
+     "folder of checkpoints, which machines may share; checkpoints if not given, or none with "
+     "--dummy without --resume"),
     ("--checkpoint-every N", interval, "600s", "steps (100) or seconds (600s)"),
     ("--keep N", whole_number(1), 3, "checkpoints to keep, beside the best"),
     ("--resume", bool, False, "continue from the newest checkpoint, if there is one"),

@@ -2,7 +2,9 @@
 
 import functools
 import os
+import re
 import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from ranks import Ranks, training_log
 from imagenet.checkpoint_file import decode, read_file, write_file
 from imagenet.checks import check_same_run
 from imagenet.sampler import micro_batches
+from imagenet.signals import EXIT_REQUEUE
 
 
 @pytest.mark.slow
@@ -96,7 +99,8 @@ def test_a_resumed_run_takes_the_optimizer_flags_of_today(run_06, tmp_path):
     assert run_06().code == 0
     end = run_06("--resume", "--epochs", 2, "--momentum", 0.5, "--weight-decay", 0.03)
     assert end.code == 0
-    changes = "--epochs 1 -> 2, --momentum 0.9 -> 0.5, --weight-decay 5e-05 -> 0.03"
+    changes = "--epochs 1 -> 2, --warmup-epochs 0.05 -> 0.1, "
+    changes += "--momentum 0.9 -> 0.5, --weight-decay 5e-05 -> 0.03"
     assert f"resuming with other flags: {changes}\n" in end.out
     groups = final(tmp_path)["optimizer"]["param_groups"]
     assert [(group["momentum"], group["weight_decay"]) for group in groups] == [
@@ -133,20 +137,64 @@ def test_a_run_of_another_model_or_other_data_is_refused_by_name(run_06):
     assert end.code == 2 and "error: 5 training images, but" in line and "with 4: expected" in line
 
 
-def test_a_second_run_in_the_folder_of_another_is_refused(train, tmp_path):
+@pytest.mark.parametrize("name", ["step-00000001.pt", "best.pt"])
+def test_a_second_run_in_the_folder_of_another_is_refused(train, one_each, tmp_path, name):
     """On all ranks: none waits for one that has refused."""
-    new_folder(new_folder(tmp_path, "run"), "checkpoints")
-    (tmp_path / "run/checkpoints/step-00000001.pt").touch()
-    ranks = train("run", 2, "--dummy", 8, "--batch-size", 4)
+    folder = new_folder(new_folder(tmp_path, "run"), "checkpoints")
+    (folder / name).touch()
+    ranks = train("run", 2, one_each, "--batch-size", 20, "--epochs", 1)
     assert ranks.wait() == [2, 2], ranks.output()
     for rank in range(2):
         assert "holds checkpoints already: add --resume to continue from" in ranks.output(rank)
+    assert os.listdir(folder) == [name]
+
+
+def test_a_run_of_which_only_the_best_is_left_is_not_overwritten(run_06, tmp_path):
+    """Neither with --resume: the message names the command with which it continues."""
+    assert run_06("--eval-every", 1).code == 0
+    newest, best = (tmp_path / "checkpoints" / name for name in ("step-00000001.pt", "best.pt"))
+    newest.unlink()
+    before = best.read_bytes()
+    end = run_06("--resume", "--epochs", 2)
+    command = re.search(r"to continue from best\.pt, (cp \S+ \S+), or", end.err)[1]
+    assert end.code == 2 and best.read_bytes() == before
+    subprocess.run(command.split(), check=True)
+    end = run_06("--resume", "--epochs", 2)
+    assert end.code == 0 and "step-00000000.pt, after step 1 of 2" in end.out
 
 
 def go_home(where, rank):
     """Pretend that a rank is on a machine of its own: in a folder of its own."""
     (where / f"host{rank}").mkdir(exist_ok=True)
     os.chdir(where / f"host{rank}")
+
+
+def test_generated_images_leave_nothing_behind(tmp_path):
+    """So the same command works again. A warm-up for two epochs is shorter than these."""
+    flags = [*SMALL_06, "--dummy", 8, "--batch-size", 4, "--epochs", 2]
+
+    def train(*more):
+        folder = tmp_path / f"run{len(more)}"
+        folder.mkdir(exist_ok=True)
+        home = functools.partial(go_home, tmp_path)
+        ranks = Ranks(folder, 2, [*flags, *more], prepare=home)
+        if "1000" in more:
+            ranks.wait_for(r"== step: \[ *2/2\] \[2/")
+            ranks.signal(1, "SIGUSR1")
+        return ranks.wait(), ranks.output()
+
+    for _ in range(2):
+        codes, output = train()
+        assert codes == [0, 0], output
+        assert "--dummy: no checkpoints are kept" in output and "--warmup-epochs" not in output
+        rates = [float(lr) for lr in re.findall(r"\| lr (\S+)", output)]
+        assert max(rates) > 0.8 * 0.1 * 4 / 256, "a peak of --lr 0.1 for 256 images"
+    codes, output = train("--epochs", "1000")
+    assert set(codes) == {EXIT_REQUEUE}, output
+    assert re.search("stopped by a signal .*: (nothing is saved|the same command eval)", output)
+    assert not any((tmp_path / "host0").iterdir())
+    assert train("--resume")[0] == [0, 0]
+    assert (tmp_path / "host0/checkpoints/best.pt").exists()
 
 
 def test_machines_without_a_shared_folder_each_keep_all(train, one_each, tmp_path):
