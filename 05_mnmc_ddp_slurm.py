@@ -20,10 +20,11 @@ from torch.utils.data import DistributedSampler
 
 from common.data import build_datasets, build_loader, build_transforms
 from common.ddp_flags import parse_ddp_args
-from common.distributed import TIMEOUT, first_host, setup_device, slurm_tasks_here
 from common.errors import one_line_errors
+from common.machine import slurm_tasks_here
 from common.models import build_model
 from common.report import Report, batch_totals
+from common.setup_distributed import TIMEOUT, first_host, setup_device
 from common.syncbn import convert_sync_batchnorm
 
 

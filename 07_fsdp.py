@@ -24,10 +24,10 @@ from torch.utils.data import DistributedSampler
 from common import sharded
 from common.data import build_datasets, build_loader, build_transforms
 from common.ddp_flags import parse_fsdp_args
-from common.distributed import TIMEOUT, setup_device
 from common.errors import one_line_errors
 from common.models import build_model
 from common.report import Report, batch_totals
+from common.setup_distributed import TIMEOUT, setup_device
 from common.syncbn import convert_sync_batchnorm
 
 

@@ -1,16 +1,21 @@
 """Errors as one line: what was found, what was expected, and the command that works."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
+import time
 import traceback
 
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
 
-from common.distributed import LaunchError
+from common.setup_distributed import LaunchError
+
+PATIENCE = 5  # seconds in which rank 0 most likely prints the mistake that this rank has found too
 
 
 class UserError(Exception):
@@ -36,7 +41,11 @@ def one_line_errors():
         _exit_now(f"error: {found}; the others were stopped", 1)
     except Exception as error:
         message, code = explain(error)
+        line = message and f"{_script()}: error: {message}"
         has_peers = dist.is_initialized() and dist.get_world_size() > 1
+        if code == 2:
+            let_rank_0_speak()
+        write_error_file(error, line)
         if message is None and not has_peers:
             raise
         if message is None:
@@ -45,6 +54,40 @@ def one_line_errors():
             _exit_now(message and f"error: {message}", code)
         _print(f"error: {message}")
         sys.exit(code)
+
+
+def launched_rank():
+    """Return the rank of this process as its launcher says, or 0."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    # The innermost launcher comes first.
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    rank = next((os.environ[name] for name in names if name in os.environ), "0")
+    return int(rank) if rank.isdigit() else 0
+
+
+def let_rank_0_speak():
+    """Wait in other ranks than 0 before they print a mistake, which all ranks may have found.
+
+    Rank 0 prints it and exits, and its launcher stops the others meanwhile. A rank that is still
+    there prints it too: it may be the only one.
+    """
+    if launched_rank() > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # 06 would only note it
+        time.sleep(PATIENCE)
+
+
+def write_error_file(error, text=None):
+    """Write an error where torchrun looks for it; it prints the earliest one of all ranks last."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    text = text or "".join(traceback.format_exception(error)).strip()
+    # Whole seconds, so the rank that failed first and those that lost it could have the same.
+    timestamp = int(time.time()) + 5 * bool(lost_peer(error))
+    extra = {"py_callstack": text, "timestamp": str(timestamp)}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
 def explain(error):
@@ -78,7 +121,8 @@ def lost_peer(error):
     # NCCL names the cause last; gloo first names a line of its own source. Behind " At:" stand
     # the lines of a hook of DDP.
     cause = re.split("last error:", text, flags=re.I)[-1].partition(" At: /")[0]
-    cause = re.sub(r"\[\S*/gloo/\S*\] ?", "", cause).strip()[:200]
+    cause = re.sub(r"\[\S*/gloo/\S*\] ?", "", cause).partition(" This is typically")[0]
+    cause = cause.strip(". ")[:200]
     remedy = "its own message, or its launcher's, says why; it may stand above"
     if ("127.0." in text and "refused" in text) or "no route" in text.lower():
         name = "NCCL_SOCKET_IFNAME" if "NCCL" in text else "GLOO_SOCKET_IFNAME"

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 
+from common.errors import launched_rank, let_rank_0_speak, write_error_file
 from common.other_flags import OF_01_TO_05, dashed, hints
 
 
@@ -43,7 +44,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         found = hints(self.words, self.others, self._option_string_actions)
         message = "; ".join(found) or message
-        self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
+        line = f"{self.prog}: error: {message} (all flags: {self.prog} --help)"
+        let_rank_0_speak()
+        write_error_file(ValueError(message), line)
+        self.exit(2, f"{line}\n")
 
 
 def parse_args(doc):
@@ -51,11 +55,8 @@ def parse_args(doc):
     parser = shared_flags(doc)
     args = parser.parse_args()
     copies = launched_copies()
-    # The innermost launcher comes first.
-    ranks = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-    rank = next((os.environ[name] for name in ranks if name in os.environ), "0")
     name = max(copies, key=copies.get, default=None)
-    if name and copies[name] > 1 and rank == "0":
+    if name and copies[name] > 1 and launched_rank() == 0:
         warn(
             f"{parser.prog}: {name}={copies[name]}: each copy trains alone; "
             "03_mnmc_ddp_launch.py shares the work"

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from common.console import Console, memory_used
-from common.distributed import find_launcher
 from common.images import find_splits
 from common.records import append_record, count_repeats, run_fields
+from common.setup_distributed import find_launcher
 
 
 class Report:

@@ -6,8 +6,8 @@ import os
 import torch
 from torch import nn
 
-from common.distributed import LaunchError
 from common.errors import UserError
+from common.setup_distributed import LaunchError
 from imagenet.datasets import unused_test_folder
 
 # To resume, these flags must be the same.
@@ -39,9 +39,10 @@ def check_launch(args, d):
     method = args.dist_init_method
     found = f"--dist-init-method {method} under {d.launcher}"
     if method == "env" and d.launcher not in ("torchrun", "nodes"):
-        raise LaunchError(found, "torchrun", "torchrun --nproc-per-node=2 06_imagenet.py")
+        command = "torchrun --nproc-per-node=2 06_imagenet.py"
+        raise LaunchError(f"{found}: expected torchrun; {command}")
     if method == "slurm" and d.launcher != "srun":
-        raise LaunchError(found, "srun", "srun python 06_imagenet.py")
+        raise LaunchError(f"{found}: expected srun; srun python 06_imagenet.py")
 
 
 def check_restarts(d, resume):

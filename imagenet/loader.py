@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from common.data import START_METHOD
-from common.distributed import cores_per_process
 from common.errors import UserError
 from common.images import MEAN, STD
+from common.machine import cores_per_process
 from imagenet import signals
 from imagenet.datasets import DummyImages
 

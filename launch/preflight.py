@@ -24,15 +24,16 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.distributed import check_launch, find_address, find_launcher, open_store
 from common.errors import lost_peer, one_line_errors
 from common.flags import Parser
+from common.setup_distributed import find_address, find_launcher
 from launch.checks import show, verdicts
 from launch.checks.all_reduce import measure, watch
 from launch.checks.facts import facts
 from launch.checks.infiniband import check_infiniband
 from launch.checks.messages import Pulse, collect, wait_for
 from launch.checks.network import Attempt, Listener, connect_to_all
+from launch.checks.starting import check_start, open_store, processes_here
 from launch.checks.verdicts import Check
 
 ARRIVAL = datetime.timedelta(seconds=20)  # to connect to rank 0
@@ -51,15 +52,14 @@ def main():
     if args.json:  # standard output is for the report alone: gloo of torch 2.9 writes there too
         sys.stdout = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-    launcher, ranks = find_launcher()
-    check_launch(launcher)
-    address = find_address(launcher, ranks)
-    rank = ranks.rank
-    world_size = ranks.world_size
-    store, connect = open_stores(address, rank, world_size)
+    launcher, rank, world_size, local_rank = find_launcher()
+    for warning in check_start(launcher):
+        print(f"preflight.py: {warning}", file=sys.stderr)
+    host, port = find_address(launcher, world_size)
+    store, connect = open_stores(host, port, rank, world_size)
     pulse = Pulse(connect(), rank)
 
-    me = facts(launcher, ranks)
+    me = facts(launcher, rank, world_size, local_rank, processes_here(launcher, local_rank))
     listeners = open_listeners(me)
     me["listeners"] = {name: [at, it.port, it.name] for name, (at, it) in listeners.items()}
     is_second = store.add(f"claims to rank {rank}", 1) > 1
@@ -76,7 +76,7 @@ def main():
     os._exit(code)  # do not wait for threads, nor for a collective that may never end
 
 
-def open_stores(address, rank, world_size):
+def open_stores(host, port, rank, world_size):
     """Return the store, and a function that opens another connection to it.
 
     Each thread needs a connection of its own.
@@ -84,14 +84,9 @@ def open_stores(address, rank, world_size):
     if world_size == 1:
         store = dist.HashStore()
         return store, lambda: store
-    if address:
-        host = address.host
-        port = address.port
-        server = open_store(address, rank, world_size, ARRIVAL)
-    else:  # torchrun's store, which outlives restarts
-        host = os.environ["MASTER_ADDR"]
-        port = int(os.environ["MASTER_PORT"])
-        server = None
+    server = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # a store that outlives restarts
+        server = open_store(host, port, rank, world_size, ARRIVAL)
     prefix = f"preflight {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
     def connect():

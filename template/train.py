@@ -1,6 +1,6 @@
 """A training to start from. Replace model and data; the rest works on any number of processes.
 
-Copy this file and distributed.py into a folder of your own, and start it in one of these ways:
+Copy this file and setup_distributed.py into a folder of your own. Start it in one of these ways:
 
     python train.py
     torchrun --nproc-per-node=2 train.py
@@ -29,9 +29,10 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "../common"))  # if it is not copied
 try:
-    from distributed import cleaned_up, setup_distributed
+    from setup_distributed import cleaned_up, setup_distributed
 except ImportError:
-    sys.exit("no distributed.py beside train.py: cp template/train.py common/distributed.py FOLDER")
+    command = "cp template/train.py common/setup_distributed.py FOLDER"
+    sys.exit(f"no setup_distributed.py beside train.py: {command}")
 
 signals = []  # that have arrived at this process
 

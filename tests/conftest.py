@@ -19,7 +19,7 @@ from needs import need
 from processes import ROOT, STARTED, without_gloo
 from ranks import Ranks
 
-from common.distributed import free_port
+from common.machine import free_port
 from imagenet import signals
 from tools.lab import hosts as hosts_module
 from tools.lab import slurm_cluster as slurm_cluster_module
@@ -160,8 +160,8 @@ def large_folder(tmp_path):
 
 @pytest.fixture
 def copy(tmp_path):
-    """A folder with distributed.py and a script of ten lines that uses it."""
-    shutil.copy(ROOT / "common/distributed.py", tmp_path)
+    """A folder with setup_distributed.py and a script of ten lines that uses it."""
+    shutil.copy(ROOT / "common/setup_distributed.py", tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
 

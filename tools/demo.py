@@ -17,8 +17,8 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.distributed import cores_per_process
 from common.flags import Parser, add_flags, whole_number
+from common.machine import cores_per_process
 from tools.records import to_run
 
 ROWS = {  # name: (field of the record, format)

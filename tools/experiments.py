@@ -31,9 +31,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.distributed import cores_per_process
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, whole_number
+from common.machine import cores_per_process
 from common.records import device_name
 from tools.bench.measure import pick_device
 from tools.records import RESULTS, ROOT, RecordError, read, to_run

@@ -35,10 +35,10 @@ from PIL import Image
 from torchvision.datasets.imagenet import ARCHIVE_META, load_meta_file, parse_devkit_archive
 from tqdm import tqdm
 
-from common.distributed import cores_per_process
 from common.errors import UserError, one_line, one_line_errors
 from common.flags import Parser, number, whole_number
 from common.images import list_images, to_rgb
+from common.machine import cores_per_process
 from imagenet import signals
 
 TRAIN_TAR, VAL_TAR, DEVKIT = (ARCHIVE_META[part][0] for part in ("train", "val", "devkit"))

@@ -31,7 +31,7 @@ import torch.multiprocessing
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.distributed import free_port
+from common.machine import free_port
 from launch.rank_watch.calls import differences
 from tools.lab import restart_scene
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.distributed import LaunchError, setup_device
 from common.records import driver_version
+from common.setup_distributed import LaunchError, setup_device
 from launch.checks.infiniband import infiniband_facts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,16 +37,11 @@ VARIABLES = [  # of the environment, only these are told
 ]
 
 
-def facts(launcher, ranks):
-    """Return the facts about this process and its machine, as a dict for JSON.
-
-    Args:
-        launcher: str.
-        ranks: Ranks.
-    """
+def facts(launcher, rank, world_size, local_rank, local_world_size):
+    """Return the facts about this process and its machine, as a dict for JSON."""
     problem = None
     try:
-        device = setup_device(ranks.local_rank, ranks.local_world_size or ranks.local_rank + 1)
+        device = setup_device(local_rank, local_world_size)
         about_device = device_facts(device)
         if device.type == "cpu":
             problem = unusable_gpus()
@@ -58,9 +53,9 @@ def facts(launcher, ranks):
         about_device = device_facts(torch.device("cpu"))
     return {
         "launcher": launcher,
-        "rank": ranks.rank,
-        "world_size": ranks.world_size,
-        "local_rank": ranks.local_rank,
+        "rank": rank,
+        "world_size": world_size,
+        "local_rank": local_rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "problem": problem,

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from common.distributed import LaunchError
+from common.setup_distributed import LaunchError
 
 # Seconds without an answer, until a rank counts as missing. The first use of a GPU takes long.
 SILENCE = 60 if torch.cuda.is_available() else 10
@@ -82,6 +82,6 @@ def wait_for(store, key):
             last = time.monotonic()
         if time.monotonic() - last > SILENCE:
             found = f"rank 0 has shown no sign of life for {SILENCE} s"
-            raise LaunchError(found, "one", "see on its machine whether it runs")
+            raise LaunchError(f"{found}: see on its machine whether it runs")
         time.sleep(0.05)
     return json.loads(store.get(key))

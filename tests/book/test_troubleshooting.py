@@ -34,8 +34,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 
 from common.ddp_flags import parse_spawn_args
-from common.distributed import Address, free_port, rendezvous, setup_device, setup_distributed
+from common.machine import free_port
+from common.setup_distributed import meet as meet_others
+from common.setup_distributed import setup_device, setup_distributed
 from imagenet.checks import check_restarts
+from launch.checks.starting import check_start, open_store
 from tools.lab import hosts as hosts_module
 from tools.lab import slurm_cluster
 
@@ -485,18 +488,18 @@ def test_a_world_larger_than_its_processes_ends_in_a_timeout():
     plain = functools.partial(
         dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT
     )
-    return raised(plain, lambda: rendezvous(Address("127.0.0.1", free_port(), ""), 0, 2, SHORT))
+    return raised(plain, lambda: meet_others("127.0.0.1", free_port(), 0, 2, SHORT))
 
 
 @provokes(44)
 def test_two_torchruns_on_a_machine_are_refused(environment):
     environment(**torchrun(), **slurm_step(tasks=4) | {"SLURM_STEP_NUM_NODES": 2})
-    return raised(setup_distributed)
+    return raised(lambda: check_start("torchrun"))
 
 
 @provokes(45)
 def test_a_rank_that_is_there_twice_is_named_with_the_way_out():
-    return "\n".join(f"LaunchError: {result}" for result in meet(3, [0, 1, 1]))
+    return "\n".join(f"LaunchError: {result}" for result in meet(3, [0, 1, 1], timeout=2))
 
 
 @provokes(6)
@@ -506,7 +509,7 @@ def test_a_taken_port_is_an_error_of_torch_and_a_hint_of_ours():
     plain = functools.partial(
         dist.init_process_group, "gloo", init_method=url, rank=0, world_size=2, timeout=SHORT
     )
-    return raised(plain, lambda: rendezvous(Address("127.0.0.1", store.port, ""), 0, 2, SHORT))
+    return raised(plain, lambda: open_store("127.0.0.1", store.port, 0, 2, SHORT))
 
 
 @provokes(9)
@@ -619,7 +622,7 @@ def test_half_a_checkpoint_is_no_zip_archive(tmp_path):
 def test_variables_that_count_machines_are_no_ranks(environment, gpus):
     environment(RANK=0, WORLD_SIZE=2, MASTER_ADDR="job-0", MASTER_PORT=23456)
     gpus(8)
-    return raised(lambda: int(os.environ["LOCAL_RANK"]), setup_distributed)
+    return raised(lambda: int(os.environ["LOCAL_RANK"]), lambda: setup_device(0, 1))
 
 
 @provokes(39)
@@ -646,9 +649,7 @@ def test_a_name_that_does_not_resolve_is_named():
     plain = functools.partial(
         dist.init_process_group, "gloo", init_method=url, rank=1, world_size=2, timeout=SHORT
     )
-    return raised(
-        plain, lambda: rendezvous(Address("no-such-host.invalid", 29500, ""), 1, 2, SHORT)
-    )
+    return raised(plain, lambda: meet_others("no-such-host.invalid", 29500, 1, 2, SHORT))
 
 
 # What Slurm says

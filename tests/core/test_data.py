@@ -344,7 +344,7 @@ def test_images_are_held_in_memory_if_they_are_small_of_one_size_and_not_too_man
 
 def as_python_3_14_starts_workers(rank):
     multiprocessing.set_start_method("forkserver", force=True)
-    # for the template, which imports its copy of distributed.py
+    # for the template, which imports its copy of setup_distributed.py
     sys.path.append(str(ROOT / "common"))
 
 

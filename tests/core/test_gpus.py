@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel as TorchsAveragedModel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from common import distributed, records
+from common import records
+from common import setup_distributed as distributed
 from common.errors import UserError
 from common.syncbn import convert_sync_batchnorm
 from imagenet.datasets import DummyImages

@@ -20,7 +20,8 @@ from test_sync_bn import batches, norm_for, train_and_test
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from common.distributed import cleaned_up, free_port
+from common.machine import free_port
+from common.setup_distributed import cleaned_up
 from common.syncbn import SyncBatchNorm, convert_sync_batchnorm
 from imagenet.flags import can_compile
 

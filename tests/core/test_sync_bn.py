@@ -10,7 +10,8 @@ import torch.distributed as dist
 from ranks import context
 from torch import nn
 
-from common.distributed import cleaned_up, free_port
+from common.machine import free_port
+from common.setup_distributed import cleaned_up
 from common.syncbn import SyncBatchNorm, convert_sync_batchnorm
 
 CHANNELS = 6

@@ -1,4 +1,4 @@
-"""template/train.py, copied with distributed.py into a folder of its own, as a user would."""
+"""template/train.py, copied with setup_distributed.py into a folder of its own, as a user would."""
 
 import functools
 import importlib.util
@@ -24,7 +24,7 @@ FLAGS = ["--epochs", 3, "--batch-size", 500, "--lr", 0.1024, "--seed", 1]  # 0.2
 
 def copy_template(folder):
     shutil.copy(ROOT / "template/train.py", folder)
-    shutil.copy(ROOT / "common/distributed.py", folder)
+    shutil.copy(ROOT / "common/setup_distributed.py", folder)
     return folder
 
 
@@ -382,7 +382,7 @@ def test_torchrun_restarts_it_once_after_a_rank_is_killed(project, rank):
 
 @pytest.fixture
 def template(monkeypatch):
-    """The module, beside whose file distributed.py seems to be."""
+    """The module, beside whose file setup_distributed.py seems to be."""
     monkeypatch.syspath_prepend(ROOT / "common")
     spec = importlib.util.spec_from_file_location("template", ROOT / "template/train.py")
     module = importlib.util.module_from_spec(spec)
@@ -520,8 +520,8 @@ def test_it_starts_in_the_clone_too(tmp_path):
 
 
 def test_without_distributed_py_it_says_what_to_copy(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "distributed", raising=False)
+    monkeypatch.delitem(sys.modules, "setup_distributed", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
     shutil.copy(ROOT / "template/train.py", tmp_path)
-    with pytest.raises(SystemExit, match=r"cp template/train\.py common/dist"):
+    with pytest.raises(SystemExit, match=r"cp template/train\.py common/setup_dist"):
         runpy.run_path(str(tmp_path / "train.py"))

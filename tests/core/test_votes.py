@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from ranks import context
 
-from common.distributed import cleaned_up, free_port
+from common.machine import free_port
+from common.setup_distributed import cleaned_up
 from imagenet import votes as votes_module
 from imagenet.votes import Votes
 

@@ -16,8 +16,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in 
 import preflight
 import torch
 
-from common.distributed import find_launcher
 from common.errors import one_line_errors
+from common.setup_distributed import find_launcher
 from launch.checks import all_reduce, infiniband, messages
 from launch.checks import facts as facts_module
 
@@ -57,8 +57,8 @@ FAKES = {
 
 if __name__ == "__main__":
     with one_line_errors():
-        _, ranks = find_launcher()
+        _, rank, *_ = find_launcher()
         for fake in filter(None, os.environ.get("FAKE", "").split(",")):
-            if fake == "machine" or ranks.rank == int(os.environ.get("FAKE_RANK", 1)):
+            if fake == "machine" or rank == int(os.environ.get("FAKE_RANK", 1)):
                 FAKES[fake]()
         preflight.main()

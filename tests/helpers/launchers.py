@@ -1,9 +1,13 @@
 """What each launcher tells the processes that it starts, and ranks that meet without one."""
 
+import itertools
 import threading
+import unittest.mock
 from datetime import timedelta
 
-from common.distributed import Address, LaunchError, free_port, rendezvous
+from common import setup_distributed as module
+from common.machine import free_port
+from common.setup_distributed import LaunchError
 
 # The beginnings of the names of their variables
 VARIABLES = ("RANK", "PET_", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_")
@@ -70,40 +74,42 @@ def without(variables, *names):
     return {name: value for name, value in variables.items() if name not in names}
 
 
-def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None, job=""):
-    """Send these ranks to one rendezvous, a thread each; returns what each got: a store, or an
-    error.
-    """
-    address = Address("localhost", port or free_port(), job)
+def meet(world_size, ranks, port=None, timeout=30, before=lambda rank: None):
+    """Let these ranks meet, a thread each; return what each got: a store, or an error."""
+    port = port or free_port()
     results = [None] * len(ranks)
 
     def go(k, rank):
         before(rank)
         try:
-            results[k] = rendezvous(address, rank, world_size, timedelta(seconds=timeout))
+            place = ("localhost", port, rank, world_size)
+            results[k] = module.meet(*place, timedelta(seconds=timeout))
         except LaunchError as error:
             results[k] = str(error)
 
     threads = [
         threading.Thread(target=go, args=arguments, daemon=True) for arguments in enumerate(ranks)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout + 30)
+    with unittest.mock.patch.object(module, "SETUPS", itertools.repeat(0)):  # of one process each
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout + 30)
     return results
 
 
-# A script that runs beside a copy of distributed.py, under any launcher.
+# A script that runs beside a copy of setup_distributed.py, under any launcher.
 TRAIN = """\
 import os
 import torch
-from distributed import cleaned_up, setup_distributed, sum_over_ranks
+import torch.distributed as dist
+from setup_distributed import cleaned_up, setup_distributed
 
 @cleaned_up()
 def main():
     d = setup_distributed()
-    total = sum_over_ranks(torch.tensor(d.rank + 1, device=d.device))
+    total = torch.tensor(d.rank + 1, device=d.device)
+    dist.all_reduce(total)
     # Other code reads them from the environment.
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     ranks = [d.rank, d.world_size, d.local_rank, d.local_world_size]

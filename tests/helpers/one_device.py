@@ -15,7 +15,7 @@ FLAGS += ["--arch", "small_net"]  # without dropout, which is random on each ran
 
 def share_device(rank):
     """Give device 0 to every rank, and gloo where the backend would be NCCL."""
-    from common import distributed
+    from common import setup_distributed as distributed
 
     def setup_device(rank, size, original=distributed.setup_device):
         return original(0, 1)

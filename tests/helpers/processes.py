@@ -32,8 +32,9 @@ def start(*command):
 
 
 def start_copy(folder, *command, **variables):
-    """Start Python in a folder with a copy of distributed.py, with these variables and no others of
-    a launcher. It has one thread, unless OMP_NUM_THREADS is another number, or None: not set.
+    """Start Python in a folder with a copy of setup_distributed.py, with these variables and no
+    others of a launcher. It has one thread, unless OMP_NUM_THREADS is another number, or None: not
+    set.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
     for name, value in ({"OMP_NUM_THREADS": 1} | variables).items():

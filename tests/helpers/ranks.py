@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.distributed import free_port
+from common.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a rank imports, and what torch imports late; without modules that install signal handlers.

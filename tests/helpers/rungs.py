@@ -14,8 +14,8 @@ from processes import ROOT
 from ranks import Ranks
 
 from common import report
-from common.distributed import PORTS, free_port
 from common.flags import shared_flags
+from common.machine import PORTS, free_port
 
 SCRIPTS = [
     "01_snsc.py",

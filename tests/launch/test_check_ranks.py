@@ -17,7 +17,7 @@ import torch
 from processes import ROOT
 from ranks import Ranks
 
-from common.distributed import free_port
+from common.machine import free_port
 from launch.rank_watch import monitor, places, recorder
 
 # A right script: 64 samples in 8 steps per epoch on two ranks, then an evaluation.

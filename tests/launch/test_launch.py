@@ -15,8 +15,8 @@ from processes import ROOT, finished, gone, read_until, start, start_copy, worke
 from rungs import QUICK, parse
 
 from common.ddp_flags import parse_ddp_args
-from common.distributed import free_port
 from common.flags import parse_args
+from common.machine import free_port
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 LAUNCH = {
@@ -126,7 +126,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(launcher, small_folder):
 STUCK = """\
 import time, torch
 import torch.distributed as dist
-from distributed import cleaned_up, setup_distributed
+from setup_distributed import cleaned_up, setup_distributed
 
 @cleaned_up()
 def main():

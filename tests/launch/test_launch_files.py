@@ -25,7 +25,7 @@ from processes import ROOT, STARTED, finished, read_until
 from rungs import QUICK, parse
 from torch.distributed.run import config_from_args, get_args_parser
 
-from common.distributed import free_port
+from common.machine import free_port
 from imagenet.signals import EXIT_REQUEUE
 from launch import store
 

@@ -81,7 +81,7 @@ def test_srun_starts_05_by_the_command_of_the_docstring(slurm, small_folder):
     lines = re.findall(r"^ranks (.+) on (.+): cpu \(.+, 1 CPU thread each\)$", end.stdout, re.M)
     (first, host), (second, other) = lines
     assert (first, second) == ("0-1", "2-3") and len({host, other} & set(slurm.nodes)) == 2
-    assert "global batch = 8 x 4 = 32" in end.stdout
+    assert "global batch = 2 x 4 = 8" in end.stdout
     assert end.stdout.count("done: test accuracy") == 1
 
 
@@ -92,7 +92,6 @@ def test_the_shell_of_a_batch_file_and_a_small_step_are_worlds_of_their_own(slur
     assert slurm.wait(job) == ("COMPLETED", 0)
     alone, *step = ranks(slurm.output(job))
     assert alone == ("python", 0, 1, 0, 1, 1)
-    assert "running as one process, though SLURM_NTASKS=" in slurm.output(job)
     assert [line[:3] for line in step] == [("srun", rank, 3) for rank in range(3)]
 
 

@@ -275,7 +275,7 @@ def read(run, name):
 
 def test_the_template_on_two_hosts_trains_and_saves_as_one_machine(start, tmp_path_factory):
     project = tmp_path_factory.mktemp("project")
-    shutil.copy(ROOT / "common/distributed.py", project)
+    shutil.copy(ROOT / "common/setup_distributed.py", project)
     text = (ROOT / "template/train.py").read_text()
     assert text.count("nn.ReLU(), ") == 1
     (project / "train.py").write_text(text.replace("nn.ReLU(), ", "nn.ReLU(), nn.Dropout(0.1), "))

@@ -32,9 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.data import build_datasets
-from common.distributed import cleaned_up, setup_distributed
 from common.errors import UserError, one_line_errors
 from common.models import build_model
+from common.setup_distributed import cleaned_up, setup_distributed
 from exercises import patch
 from exercises.texts import FOLDERS
 from tools.bench.measure import WARMUP, fields, first_batch, parse_args, step_seconds

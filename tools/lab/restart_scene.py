@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from common.distributed import free_port
+from common.machine import free_port
 from imagenet import datasets, votes
 
 SCRIPT = ROOT / "06_imagenet.py"
