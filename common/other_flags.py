@@ -72,10 +72,12 @@ def find_row(name, rows, known):
     """Return the first row with this name of a flag, or None.
 
     It must lead to flags that the script knows: 01 shares a table with 03, but has no --sync-bn.
+    Words may name the flags of other scripts.
     """
     for theirs, ours in rows:
         flags = [word for word in ours.strip("`").split() if word.startswith("-")]
-        if all(flag in known for flag in flags) and name in [words[0] for words in typed(theirs)]:
+        fits = is_prose(ours) or all(flag in known for flag in flags)
+        if fits and name in [words[0] for words in typed(theirs)]:
             return theirs, ours
     return None
 

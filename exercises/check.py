@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.flags import Parser
+from common.flags import Parser, whole_number
 from exercises.judge import runner
 from exercises.sentences import say, text_of
 from exercises.texts import FOLDERS, read_text, split_docstring
@@ -31,7 +31,8 @@ POLL = 0.3  # seconds between two looks at a watched file
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("number", nargs="?", type=int, choices=FOLDERS, help="of an exercise")
+    number = whole_number(1, max(FOLDERS))
+    add("number", nargs="?", type=number, help=f"of an exercise, 1 to {max(FOLDERS)}")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--hint", action="store_true", help="print a hint and the page to read")
     what.add_argument("--solution", action="store_true", help="print what was wrong, and a repair")

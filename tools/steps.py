@@ -113,10 +113,12 @@ def describe(script):
 
 def main():
     if len(sys.argv) > 1:
-        scripts = [script for script in STEPS if script.startswith(sys.argv[1][:2])]
+        number = sys.argv[1].partition("_")[0].zfill(2)  # of 3, 03 or the name of a file
+        scripts = [script for script in STEPS if script.startswith(number)]
         if not scripts:
             numbers = ", ".join(script[:2] for script in STEPS)
-            sys.exit(f"steps.py: error: {sys.argv[1]}: expected one of {numbers}")
+            found = f"steps.py: error: {sys.argv[1]}: expected one of {numbers}"
+            sys.exit(f"{found}; python tools/steps.py 03")
         print("\n".join(diff(scripts[0])))
         return
     for path in sorted(ROOT.glob("0?_*.py")):

@@ -182,14 +182,14 @@ def test_a_step_changes_no_section_that_is_not_its_lesson(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["steps.py"])
     steps.main()  # exits with a message if another section has changed
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ALL_SCRIPTS
-    monkeypatch.setattr("sys.argv", ["steps.py", "03"])
+    monkeypatch.setattr("sys.argv", ["steps.py", "3"])
     steps.main()
     shown = capsys.readouterr().out.splitlines()
     assert "+import torch.distributed as dist" in shown
     sizes = tuple(sum(line.startswith(sign) for line in shown) for sign in "+-")
     assert sizes == steps.size("03_mnmc_ddp_launch.py")
     monkeypatch.setattr("sys.argv", ["steps.py", "01"])
-    with pytest.raises(SystemExit, match="error: 01: expected one of 02, 03, 04, 05, 07"):
+    with pytest.raises(SystemExit, match="error: 01: expected one of 02, 03, 04, 05, 07; python"):
         steps.main()
 
 

@@ -6,10 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
+from processes import ROOT, finished, start
 
 from common import errors
-from common.distributed import cleaned_up
 from common.errors import UserError, lost_peer, one_line_errors
+from common.setup_distributed import cleaned_up
 
 
 class Ended(BaseException):
@@ -25,6 +26,7 @@ def a_rank_of_two(monkeypatch):
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(errors.os, "_exit", end)
     monkeypatch.setattr(sys, "argv", ["folder/train.py"])
 
@@ -103,3 +105,96 @@ def test_the_loss_of_a_peer_is_one_line_that_says_what_to_do():
 def test_a_lost_connection_of_any_backend_is_a_lost_rank():
     text = "The client socket has timed out after 60s while trying to connect to (10.0.0.1, 29500)"
     assert lost_peer(dist.DistNetworkError(text)).startswith(f"lost another rank ({text})")
+
+
+# Under torchrun, which prints the cause last
+
+LINES = 15  # of a terminal that a reader sees first
+WRONG_FLAG = """\
+import os, runpy, sys
+from common import errors
+
+errors.PATIENCE = {patience}
+sys.argv = [{script!r}, "--epochs", "1", *(["--lr", "fast"] if {condition} else [])]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+BROKEN_IMAGE = """\
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+import torch.distributed as dist
+from common.setup_distributed import cleaned_up, setup_distributed
+
+{decorator}
+@cleaned_up()
+def main():
+    d = setup_distributed()
+    for step in range(3):
+        if step == 1 and d.rank == 1:
+            raise ValueError("image 17 is broken")
+        dist.all_reduce(torch.ones(2))
+
+main()
+"""
+BROKEN_IMAGE_IN_03 = """\
+import os, runpy, sys
+from common import report
+
+def due(self, step):
+    if os.environ["RANK"] == "1":
+        raise ValueError("image 17 is broken")
+
+report.Report.due = due
+sys.argv = ["03_mnmc_ddp_launch.py", "--limit", "64", "--arch", "mnist_net", "--batch-size", "8"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def torchrun(folder, text):
+    """Run a text as a script with two ranks; returns all lines that a terminal shows."""
+    script = folder / "train.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{text}")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    code, out, err = finished(start(*launch, script))
+    assert code == 1, err
+    return (out + err).splitlines()
+
+
+MISTAKE = "error: argument --lr: 'fast' given, expected a number above 0"
+MISTAKES = {  # who has the wrong flag, who prints it, and how long the other rank waits for that
+    "both": ("True", 0, 100),
+    "rank 1": ("os.environ['RANK'] == '1'", 1, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "who"),
+    [("03_mnmc_ddp_launch.py", "both"), ("06_imagenet.py", "both"), ("07_fsdp.py", "rank 1")],
+)
+def test_torchrun_ends_with_a_mistake_of_flags_that_one_rank_prints(tmp_path, script, who):
+    condition, rank, patience = MISTAKES[who]
+    text = WRONG_FLAG.format(script=script, condition=condition, patience=patience)
+    lines = torchrun(tmp_path, text)
+    assert [line.startswith(f"{script}: {MISTAKE}") for line in lines].count(True) == 1
+    end = "\n".join(lines[-LINES:])
+    assert re.search(rf"rank +: {rank} .*\n.*exitcode  : 2 .*\n.*\n  traceback : .*{MISTAKE}", end)
+    assert end.count(MISTAKE) == 1
+
+
+ERRORS = {
+    "cleaned_up": BROKEN_IMAGE.format(decorator=""),
+    "record above cleaned_up": BROKEN_IMAGE.format(decorator="@record"),
+    "03": BROKEN_IMAGE_IN_03,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ERRORS)
+def test_torchrun_ends_with_the_error_of_the_rank_that_failed_first(tmp_path, script):
+    """The rank that lost it says so in a line, and is not taken for the cause."""
+    lines = torchrun(tmp_path, ERRORS[script])
+    end = [line.strip() for line in lines if line.strip()][-2:]
+    assert end == ["ValueError: image 17 is broken", 60 * "="]
+    lost = [line for line in lines if "Connection " in line and "by peer" in line]
+    assert all("lost another rank" in line for line in lost)
+    assert sum(line.startswith("Traceback") for line in lines) == 2, "of rank 1 and of torchrun"

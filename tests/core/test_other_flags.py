@@ -47,6 +47,11 @@ TYPED = {
     ("03_mnmc_ddp_launch.py", "--syncBN True"): "--syncBN True: here --sync-bn",
     ("04_mnmc_ddp_mp.py", "--ngpus_per_node=4"): "--ngpus-per-node 4: here --nproc-per-node 4",
     ("01_snsc.py", "--dry-run"): "--dry-run: here --epochs 1 --limit 64",
+    ("01_snsc.py", "--gpus 2"): "--gpus 2: here no flag: torchrun --nproc-per-node=2 "
+    "03_mnmc_ddp_launch.py",
+    ("01_snsc.py", "--amp"): "--amp: here no flag: 06_imagenet.py and 07_fsdp.py have --amp bf16",
+    ("01_snsc.py", "--resume"): "--resume: here no flag: 06_imagenet.py has --resume, and "
+    "07_fsdp.py --checkpoints-path DIR",
     # 01 shares a table with 03, but it has no --sync-bn.
     ("01_snsc.py", "--syncBN True"): "unrecognized arguments: --syncBN True",
     # A flag of ours, even if it is wrong, is never taken for one of others.

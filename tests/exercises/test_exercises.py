@@ -433,6 +433,16 @@ def wait_for(look):
     return found
 
 
+def test_a_word_for_a_number_is_told_the_numbers(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["check.py", "five"])
+    with pytest.raises(SystemExit, match="2"):
+        check_command.parse_args()
+    expected = (
+        "check.py: error: argument number: 'five' given, expected a whole number from 1 to 22"
+    )
+    assert capsys.readouterr().err.startswith(expected)
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_the_ranks_too(english_locale, tmp_path):
     (tmp_path / check_command.name_of(5)).write_text(mended(5, []))
