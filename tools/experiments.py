@@ -81,7 +81,7 @@ def speed(machine, args, repeat):
         start = f"{threads(1)}{TORCHRUN.format(n)}03_mnmc_ddp_launch.py"
         commands.append(command(start, n * size, n, n))
         if n > 1:  # keep the global batch size of one process
-            commands.append(command(start, size, 1, n))
+            commands.append(command(start, shared(size, n), 1, n))
     start = f"{threads(1)}python 04_mnmc_ddp_mp.py --nproc-per-node {most}"
     commands.append(command(start, most * size, most, most))
     if slurm_answers():
@@ -123,7 +123,7 @@ def accuracy(machine, args, repeat):
         commands += [
             f"{start} {PUBLISHED_BATCH * n} --epochs 5 --lr 0.02 --lr-scaling none{last}",
             f"{start} {PUBLISHED_BATCH * n} --epochs 5 --warmup-epochs {warmup}{last}",
-            f"{start} {PUBLISHED_BATCH} --epochs 5 --lr-scaling none{last}",
+            f"{start} {shared(PUBLISHED_BATCH, n)} --epochs 5 --lr-scaling none{last}",
         ]
     return commands
 
@@ -140,7 +140,7 @@ def resnet20(machine, args, repeat):
     commands = []
     for n in args.processes:
         start = "python 01_snsc.py" if n == 1 else f"{TORCHRUN.format(n)}03_mnmc_ddp_launch.py"
-        commands.append(f"{start} {flags} --batch-size {GLUON_BATCH} --seed {repeat}")
+        commands.append(f"{start} {flags} --batch-size {shared(GLUON_BATCH, n)} --seed {repeat}")
     return commands
 
 
@@ -192,6 +192,11 @@ EXPERIMENTS = {
     "memory": Experiment(memory, 2, [1, 2, 4], 2),
     "my_ddp": Experiment(my_ddp, 3, [2], 2),
 }
+
+
+def shared(batch, n):
+    """Return the largest batch up to this one that n processes can share equally."""
+    return batch // n * n
 
 
 def several(args):

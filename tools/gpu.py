@@ -366,7 +366,8 @@ def main(args):
 def run(args, out, sizes):
     """Run the parts in these sizes, and record them in the folder `out`."""
     machine = Machine.here()
-    devices = 1 if machine.device == "cpu" else min(8, machine.devices)
+    # A number that divides the batch, as in tools/demo.py
+    devices = 1 if machine.device == "cpu" else max(n for n in (1, 2, 4, 8) if n <= machine.devices)
     counts = "1" if devices == 1 else f"1 {devices}"
     variables = sizes | {"GPUS": str(devices), "COUNTS": counts}
     variables |= {"DATA": os.path.abspath(args.data), "NAME": machine.name}
