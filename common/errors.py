@@ -13,7 +13,7 @@ import traceback
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
 
-from common.setup_distributed import LaunchError
+from common.setup_distributed import LAUNCHERS, LaunchError
 
 PATIENCE = 5  # seconds in which rank 0 most likely prints the mistake that this rank has found too
 
@@ -60,8 +60,7 @@ def launched_rank():
     """Return the rank of this process as its launcher says, or 0."""
     if dist.is_initialized():
         return dist.get_rank()
-    # The innermost launcher comes first.
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    names = [variables[0] for _, *variables in LAUNCHERS if variables]  # the innermost comes first
     rank = next((os.environ[name] for name in names if name in os.environ), "0")
     return int(rank) if rank.isdigit() else 0
 

@@ -98,10 +98,10 @@ def cleaned_up():
     except BaseException as error:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             raise
-        if isinstance(error, RuntimeError) and re.search("by peer|remote process", str(error)):
-            time.sleep(5)  # for the rank that failed: torchrun shows its error, and ends this one
         code = (error.code or 0) if isinstance(error, SystemExit) else 1
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError, KeyboardInterrupt):  # nobody reads it, or waits for it
+            if isinstance(error, RuntimeError) and re.search("by peer|remote process", str(error)):
+                time.sleep(5)  # torchrun shows the error of the rank that failed, and ends this one
             if not isinstance(error, SystemExit):
                 traceback.print_exception(error)
                 get_error_handler().record_exception(error)  # torchrun shows it last

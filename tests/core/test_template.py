@@ -519,7 +519,7 @@ def test_it_starts_in_the_clone_too(tmp_path):
     assert code == 0 and "done: test loss" in out, err
 
 
-def test_without_distributed_py_it_says_what_to_copy(tmp_path, monkeypatch):
+def test_copied_alone_it_says_what_to_copy_too(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "setup_distributed", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
     shutil.copy(ROOT / "template/train.py", tmp_path)
