@@ -8,12 +8,11 @@ import socket
 import torch
 
 from common.flags import add_flags, launched_copies, number, shared_flags, warn, whole_number
-from common.other_flags import OF_01_TO_05, OF_04
 
 
 def parse_ddp_args(doc):
     """Parse the flags of 03 and 05: those of 01, and --sync-bn."""
-    parser = _ddp_flags(doc, OF_01_TO_05)
+    parser = _ddp_flags(doc)
     args = parser.parse_args()
     copies = launched_copies()
     _check_batch(parser, args, copies.get("WORLD_SIZE") or copies.get("SLURM_STEP_NUM_TASKS", 1))
@@ -23,7 +22,7 @@ def parse_ddp_args(doc):
 
 def parse_fsdp_args(doc):
     """Parse the flags of 07: those of 03, and those of a sharded model."""
-    parser = _ddp_flags(doc, OF_01_TO_05)
+    parser = _ddp_flags(doc)
     # fmt: off
     add_flags(parser, [
         ("--shard-size N", whole_number(1), None,
@@ -73,7 +72,7 @@ def _warn_of_restarts(parser, remedy):
 
 def parse_spawn_args(doc):
     """Parse the flags of 04: those of 03, the number of processes, and the address of rank 0."""
-    parser = _ddp_flags(doc, OF_04)
+    parser = _ddp_flags(doc, ["04", "01 to 05"])
     gpus = torch.accelerator.device_count()
     # fmt: off
     add_flags(parser, [
@@ -118,7 +117,7 @@ def parse_spawn_args(doc):
     return args
 
 
-def _ddp_flags(doc, others):
+def _ddp_flags(doc, others=("01 to 05",)):
     parser = shared_flags(doc, others)
     sync_bn = ("--sync-bn", bool, False, "batch norm over the images of all processes")
     add_flags(parser, [sync_bn])

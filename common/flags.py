@@ -7,7 +7,7 @@ import os
 import sys
 
 from common.errors import launched_rank, let_rank_0_speak, write_error_file
-from common.other_flags import OF_01_TO_05, dashed, hints
+from common.other_flags import hints
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,8 +18,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         doc: the docstring of the script, printed by --help.
-        others: list of str, which tables of other trainings to look into, see
-            common/other_flags.py.
+        others: list of str, the groups of other trainings to look into, see other_flags.json.
     """
 
     def __init__(self, doc, others=None, **options):
@@ -38,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         self.words = []  # of the command line
 
     def parse_known_args(self, args=None, namespace=None):
-        self.words = [dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        self.words = [with_hyphens(word) for word in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(self.words, namespace)
 
     def error(self, message):
@@ -48,6 +47,12 @@ class Parser(argparse.ArgumentParser):
         let_rank_0_speak()
         write_error_file(ValueError(message), line)
         self.exit(2, f"{line}\n")
+
+
+def with_hyphens(word):
+    """Return a word of a command line with - for _ in the name of its flag: --batch_size=8."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 def parse_args(doc):
@@ -74,7 +79,7 @@ def warn(message):
     print(message, file=sys.stderr, flush=True)
 
 
-def shared_flags(doc, others=OF_01_TO_05, **options):
+def shared_flags(doc, others=("01 to 05",), **options):
     """Return a parser of the flags that 01 to 05 share; see Parser."""
     parser = Parser(doc, others, **options)
     add_flags(parser, SHARED)

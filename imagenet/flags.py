@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from common.flags import Parser, add_flags, number, output_file, whole_number
-from common.other_flags import OF_06
 
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,7 +25,7 @@ class RecipeParser(Parser):
 
 def parse_args(doc):
     """Parse the flags of 06, whose docstring is `doc`."""
-    parser = RecipeParser(doc, OF_06, fromfile_prefix_chars="@")
+    parser = RecipeParser(doc, ["06"], fromfile_prefix_chars="@")
     data = parser.add_argument_group("data")
     folder = "folder with train/ and val/, or with training class folders"
     data.add_argument("train_path", nargs="?", metavar="TRAIN", help=folder)

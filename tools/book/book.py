@@ -7,6 +7,7 @@ The pages are README.md, CONTRIBUTING.md, docs/*.md and their Chinese translatio
 <!-- KIND: ARGUMENT --> and <!-- end --> is generated:
 
     table: NAME         a table from tools/book/tables.py
+    table: NAME REST    the same, of a function that takes an argument
     diff: 03            the diff between 03 and its parent
     diff: 03 0 1        the diff of two of its sections, see tools/steps.py
     section: 03 0       a section of a script, see tools/steps.py
@@ -82,10 +83,11 @@ def translated(block):
     return text.replace("](figures/", "](../figures/zh/")
 
 
-def table(name):
+def table(argument):
+    name, *rest = argument.split(maxsplit=1)
     if name not in TABLES:
         raise BookError(f"table {name}: expected one of {', '.join(TABLES)}")
-    return TABLES[name]()
+    return TABLES[name](*rest)
 
 
 def diff(argument, read):

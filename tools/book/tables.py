@@ -2,8 +2,10 @@
 the pages.
 """
 
+import json
 from statistics import mean, median
 
+from common.other_flags import FILE as OTHER_FLAGS
 from tools.book import gpu_figures
 from tools.records import group, hardware, published, ratios, records, select, spread
 
@@ -164,10 +166,31 @@ def gpu(results=None):
     return "\n\n".join([*tables, "\n".join(sources)])
 
 
+OUR_SCRIPTS = {  # the groups in common/other_flags.json
+    "01 to 05": "`01_snsc.py` to `05_mnmc_ddp_slurm.py`",
+    "04": "`04_mnmc_ddp_mp.py`",
+    "06": "`06_imagenet.py`",
+}
+
+
+def other_flags(training):
+    """Make the table of what people type in another training, and what to type here."""
+    groups = json.loads(OTHER_FLAGS.read_text(encoding="utf-8"))
+    group = next(group for group in groups if training in groups[group])
+    rows = []
+    for row in groups[group][training]:
+        theirs = [f"`{row['there']}`"] if "there" in row else []
+        theirs += [row["note"]] if "note" in row else []
+        ours = f"`{row['here']}`" if "here" in row else row["instead"]
+        rows.append((": ".join(theirs), ours))
+    return table((training, OUR_SCRIPTS[group]), rows)
+
+
 TABLES = (
     accuracy,
     ddp,
     memory,
     gpu,
+    other_flags,
 )
 TABLES = {function.__name__: function for function in TABLES}
