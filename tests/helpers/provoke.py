@@ -47,6 +47,15 @@ def mistake(name):
     sys.stderr.flush()
 
 
+def print_errors(name, mistakes):
+    sys.stderr.write(f"== {name}\n")
+    for function in mistakes:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+
+
 # Two ranks
 
 
@@ -142,12 +151,7 @@ def make_ddp_refuse(rank):
         lambda: list(DataLoader(Ending(), num_workers=1)),
     ]
     dist.barrier()
-    sys.stderr.write("== more texts\n")
-    for function in mistakes:
-        try:
-            function()
-        except BaseException:
-            traceback.print_exc()
+    print_errors("more texts", mistakes)
     dist.barrier()
 
 
@@ -285,6 +289,7 @@ SCRIPTS = {
     "killed.py": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
     "arguments.py": "import argparse\nargparse.ArgumentParser().parse_args()\n",
     "work.py": "print('work')\n",
+    "one_fails.py": "import os, time\ntime.sleep(60) if os.environ['RANK'] == '0' else 1 / 0\n",
     "evaluate.py": """\
 import torch
 import torch.distributed as dist
@@ -321,6 +326,7 @@ def launchers():
         torchrun("failed and recorded", "recorded.py", one)
         torchrun("killed", "killed.py", one)
         torchrun("two processes", "work.py", "--nproc-per-node=2")
+        torchrun("one of two fails", "one_fails.py", "--nproc-per-node=2")
         torchrun("rank 0 alone sums", "evaluate.py", "--nproc-per-node=2")
         torchrun("no GPU to count", "work.py", "--nproc-per-node=gpu")
         torchrun("torch.distributed.launch", "arguments.py", one, main=launch.main)
@@ -343,6 +349,7 @@ def launchers():
 
     lose_the_store()
     few_open_files()
+    one_process()
 
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.cuda.init()
@@ -361,6 +368,23 @@ def lose_the_store():
         store = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=20))
         store.set("joined", "yes")
         store.get("never")
+
+
+def one_process():
+    mistakes = [
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: DataLoader(Numbers(), batch_size=32 // 64),
+        lambda: torch.cuda.amp.autocast(enabled=False),
+        lambda: torch.cuda.amp.GradScaler(enabled=False),
+        lambda: torch.multiprocessing.start_processes(end_one, nprocs=2, start_method="fork"),
+    ]
+    print_errors("one process", mistakes)
+
+
+def end_one(rank):
+    if rank == 1:
+        os._exit(1)
+    time.sleep(60)
 
 
 class Numbers(Dataset):
