@@ -23,11 +23,25 @@ PAGES = [
     "zh/docs/zh/concepts",
     "zh/notebooks/speed",
 ]
+TROUBLE, TROUBLE_ZH = "docs/troubleshooting.html", "docs/zh/troubleshooting.html"
+PASTED = [  # as users paste them: with numbers, hosts and paths that no page has
+    "[rank3]:[E1202 11:06:57.640667771 ProcessGroupNCCL.cpp:685] [Rank 3] Watchdog caught"
+    " collective operation timeout: WorkNCCL(SeqNum=184, OpType=ALLREDUCE, NumelIn=1, NumelOut=1,"
+    " Timeout(ms)=600000) ran for 600071 milliseconds before timing out.",
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by"
+    " peer [10.12.3.163]:45113",
+    "DistStoreError: wait timeout after 900000ms, keys: /none/torchelastic/role_info/0",
+    "ImportError: /opt/env7/lib/libtorch_cuda.so: undefined symbol: ncclCommResume",
+    "RuntimeError: Expected to mark a variable ready only once. Parameter at index 211 with name"
+    " segmentation_head.bias has been marked as ready twice.",
+]
 SEARCHES = [  # folder, query, a page that it must find
-    ("", "EADDRINUSE", "docs/troubleshooting.html"),
+    ("", "EADDRINUSE", TROUBLE),
     ("", "gradient accumulation", "docs/concepts.html"),
-    ("zh/", "EADDRINUSE", "docs/zh/troubleshooting.html"),
+    ("zh/", "EADDRINUSE", TROUBLE_ZH),
     ("zh/", "梯度累积", "docs/zh/concepts.html"),
+    *(("", line, TROUBLE) for line in PASTED),
+    *(("zh/", line, TROUBLE_ZH) for line in PASTED),
 ]
 
 
