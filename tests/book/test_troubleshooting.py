@@ -57,7 +57,7 @@ def read_entries(text):
     entries = {}
     for number, body in zip(parts[1::2], parts[2::2], strict=True):
         body = body.split("\n## ")[0]
-        quotes = re.findall(r"^```text\n(.*?)^```\n(?=\s*(\S[^\n]*))", body, re.M | re.S)
+        quotes = re.findall(r"^```text\n(.*?)^```\n(?=\s*(\S[^\n]*|\Z))", body, re.M | re.S)
         provoked = [quote for quote, after in quotes if not after.startswith(NOT_HERE)]
         entries[int(number)] = SimpleNamespace(body=body, provoked=provoked)
     return entries

@@ -7,7 +7,7 @@ from statistics import mean, median
 
 from common.other_flags import FILE as OTHER_FLAGS
 from tools.book import gpu_figures
-from tools.records import group, hardware, published, ratios, records, select, spread
+from tools.records import group, hardware, published, ratios, records, select
 
 
 def table(head, rows):
@@ -75,44 +75,6 @@ def accuracy():
         return table(head, rows)
 
     return by_hardware(published_setting(), render)
-
-
-def ddp():
-    """Make the table of the cost and the speedup of DistributedDataParallel."""
-    head = (
-        "processes x threads",
-        "variant",
-        "images/s, median (range)",
-        "efficiency",
-        "exposed communication",
-    )
-
-    def render(runs):
-        command = runs[0]["command"].partition(" --log-file")[0]
-        repeats = len({run["repeat"] for run in runs})
-        # the other variants are as fast as "ddp"
-        shown = [row for row in ddp_rows(runs) if row[1] in ("plain", "ddp", "no_sync")]
-        return f"`{command}`, {repeats} runs of each:\n\n{table(head, shown)}"
-
-    return by_hardware(select(records("ddp"), bench="ddp"), render, "command")
-
-
-def ddp_rows(runs):
-    """Return the rows of the table of variants: processes x threads, variant, images per second,
-    efficiency, exposed communication.
-    """
-    kinds = group(runs, "world_size", "threads", "variant")
-    found = []
-    for (processes, threads, variant), same in kinds.items():
-        rates = [run["images_per_second"] for run in same]
-        efficiency = [r / processes / threads for r in ratios(same, kinds[1, 1, "plain"])]
-        exposed = ""
-        no_sync = kinds.get((processes, threads, "no_sync"))
-        if no_sync and variant != "no_sync":
-            exposed = spread([1 - r for r in ratios(same, no_sync)], ".2f")
-        cells = (spread(rates, ".0f"), spread(efficiency, ".2f"), exposed)
-        found.append((f"{processes} x {threads}", variant, *cells))
-    return found
 
 
 def memory():
@@ -188,7 +150,6 @@ def other_flags(training):
 
 TABLES = (
     accuracy,
-    ddp,
     memory,
     gpu,
     other_flags,
