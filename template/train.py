@@ -15,6 +15,7 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import re
@@ -72,6 +73,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    parser.error = refuse
     add = parser.add_argument
     add("--epochs", type=int, default=10, help="number of epochs")
     add("--batch-size", type=int, default=64, help="examples per step, of all processes together")
@@ -212,16 +214,16 @@ class Run:
         seen, missed = self.vote(path is not None, path is None)
         if seen and not self.args.resume:
             remedy = "add --resume to continue it, or name another folder"
-            refuse(self.d, f"--checkpoints {folder} holds a training already: {remedy}")
+            refuse(f"--checkpoints {folder} holds a training already: {remedy}")
         if seen and missed:
             remedy = "name a folder that all share"
-            refuse(self.d, f"--checkpoints {folder} is not one folder on all machines: {remedy}")
+            refuse(f"--checkpoints {folder} is not one folder on all machines: {remedy}")
         if path:
             state = torch.load(path, map_location="cpu", weights_only=True)
             size = state.get("batch_size", self.args.batch_size)
             if state["step"] and size != self.args.batch_size:  # a step would have other examples
                 remedy = f"finish it with --batch-size {size}"
-                refuse(self.d, f"{path} is of an epoch with another batch size: {remedy}")
+                refuse(f"{path} is of an epoch with another batch size: {remedy}")
             for name, part in self.parts.items():
                 if state[name]:  # that of the scaler is empty unless it was saved with fp16
                     part.load_state_dict(state[name])
@@ -276,12 +278,15 @@ def check(args, d, examples):
         error = "--sync-bn: torch's SyncBatchNorm needs GPUs, found none; leave the flag out"
     else:
         return
-    refuse(d, error)
+    refuse(error)
 
 
-def refuse(d, error):
-    """Let rank 0 print what cannot work, and exit on all ranks."""
-    if d.is_main:
+def refuse(error):
+    """Exit on all ranks. Rank 0 prints what cannot work, and torchrun once more at the end."""
+    extra = {"py_callstack": error, "timestamp": str(int(time.time()))}
+    with open(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull), "w") as file:
+        json.dump({"message": {"message": error, "extraInfo": extra}}, file)
+    if os.environ.get("RANK", "0") == "0":
         print(f"train.py: {error}", file=sys.stderr)
     sys.exit(2)
 

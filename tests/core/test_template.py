@@ -513,6 +513,16 @@ def test_flags_that_cannot_work_end_in_one_line(train_here, capfd):
         assert line.startswith(f"train.py: {message}")
 
 
+@pytest.mark.slow
+def test_torchrun_ends_with_the_wrong_flag(project):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    code, _, err = finished(start_copy(project, *torchrun, "train.py", "--epoch-count=3"))
+    *_, cause, end = err.splitlines()
+    assert code == 1 and set(end) == {"="}, err
+    assert cause.endswith("traceback : unrecognized arguments: --epoch-count=3")
+    assert err.count("train.py: unrecognized") <= 1, "one rank prints it"
+
+
 def test_it_starts_in_the_clone_too(tmp_path):
     process = start_copy(tmp_path, ROOT / "template/train.py", "--epochs=1", "--batch-size=1000")
     code, out, err = finished(process)
