@@ -13,6 +13,7 @@ COPIED = re.search(r"Copy \[`(common/\w+\.py)`\]", PAGE)[1]
 (BEFORE,) = re.findall(r"The script before:\n\n```python\n(.*?)```", PAGE, re.S)
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 STEPS, (SAME_MODEL, PRINT_MEAN, ORIGINAL) = DIFFS[:5], DIFFS[5:]
+COLUMN = re.search(r'grep -o "(.*)" > one.txt', PAGE)[1]
 
 
 def patched(text, diff):
@@ -45,7 +46,19 @@ def train(folder, text, processes=1):
 
 
 def numbers(text):
-    return [float(word) for word in re.findall(r"loss ([\d.e-]+)", text)]
+    """Return the column of the page's check."""
+    return [float(line.split()[1]) for line in re.findall(COLUMN, text, re.MULTILINE)]
+
+
+def accumulating(text):
+    """The script with two micro-steps per step, and a bar that shows the loss of its own rank."""
+    zero, step = "        optimizer.zero_grad()\n", "        optimizer.step()\n"
+    assert zero in text and step in text
+    text = text.replace("batch_size = 0, 32", "batch_size = 0, 16")
+    text = text.replace("for x, y in loader:", "for i, (x, y) in enumerate(loader):")
+    text = text.replace(zero, f"        if i % 2 == 0:\n    {zero}")
+    bar = "        print(f'\\r[{i}] Loss: {loss:.3f}, loss {loss:.3f}', end='')\n"
+    return text.replace(step, f"        if i % 2 == 1:\n    {step}{bar}")
 
 
 @pytest.mark.slow
@@ -58,11 +71,14 @@ def test_the_script_of_the_page_runs_after_each_step(tmp_path, step):
 
 
 @pytest.mark.slow
-def test_the_check_of_the_page_prints_three_equal_columns(tmp_path):
-    same = patched(converted(), SAME_MODEL)
-    original = numbers(train(tmp_path, patched(patched(BEFORE, SAME_MODEL), ORIGINAL)))
-    one = numbers(train(tmp_path, patched(same, PRINT_MEAN)))
-    two = numbers(train(tmp_path, patched(same, PRINT_MEAN), processes=2))
-    assert len(original) == 3 * (256 // 32 + 1)  # each training step and validation
+@pytest.mark.parametrize("change", [str, accumulating])
+def test_the_check_of_the_page_prints_three_equal_columns(tmp_path, change):
+    before = change(patched(patched(BEFORE, SAME_MODEL), ORIGINAL))
+    after = change(patched(patched(converted(), SAME_MODEL), PRINT_MEAN))
+    original = numbers(train(tmp_path, before))
+    one = numbers(train(tmp_path, after))
+    two = numbers(train(tmp_path, after, processes=2))
+    batches = 256 // 32 if change is str else 256 // 16
+    assert len(original) == 3 * (batches + 1)  # each batch and validation
     assert one == pytest.approx(original, rel=0, abs=1e-9)
     assert two == pytest.approx(original, rel=0, abs=1e-9)
