@@ -17,8 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rank_watch.calls import differences, join
-from rank_watch.findings import explain_failure, judge
+from rank_watch.findings import judge
 from rank_watch.runs import Run
+from rank_watch.watched.collectives import explain_failure
 
 SILENCE = 2  # seconds without a step of any rank, after which they are asked where they are
 STILL = 30  # seconds without any use of the CPU, after which a rank does not go on by itself

@@ -1,6 +1,6 @@
 """What one rank did, in the order of the training: read from the events of its recorder."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 
@@ -14,6 +14,7 @@ class Forward(NamedTuple):
     inside: int | None  # of the one whose model was called, past it
     sync: bool  # its gradients are averaged
     inputs: Any  # a hash for each sample, or None
+    tensors: Any  # [type and shape, hash, number of different samples] of each input
     statistics: Any  # of batch norm, when an evaluation begins, or None: DDP broadcasts them
     weights: Any  # of the model, when an evaluation begins
     line: str
@@ -31,6 +32,7 @@ class Loader:
         self.base = values.get("base")  # the data set inside of Subsets: [type, length]
         self.subset = values.get("subset")  # indices of the base, in order, or None
         self.share = values.get("share")  # samples per epoch on this rank, or None: unknown
+        self.batches = values.get("batches")  # per epoch, if the script makes them itself
         self.sampler = values.get("sampler", "")
         self.replacement = values.get("replacement", False)
         self.shuffle = values.get("shuffle")
@@ -83,7 +85,8 @@ class Loader:
 class Epoch:
     """One pass over a loader."""
 
-    def __init__(self):
+    def __init__(self, begins):
+        self.begins = begins  # training steps before it
         self.batches = []  # lists of indices, as the sampler gave them, or None: unknown
         self.indices = []  # a whole number for each sample
         self.ended = False  # it was not cut, and the run did not end in it
@@ -124,6 +127,8 @@ class Run:
         self.tensor_parallel = False
         self.is_cut = False  # --epoch-steps has ended an epoch
         self.messages = []  # what the script called that sends messages: (name, line, group)
+        self.story = []  # ("evaluates", line, None), ("trains" or "ends", ...), ("collective", ...)
+        self.noted = defaultdict(list)  # events of watched.KINDS
         self.end = None  # the event "done", or None: the process ended without a word
         self.recent = {}  # loaders that gave the batches for the next forward passes: their uses
         self.claimed = False  # a forward pass has used these batches
@@ -152,7 +157,9 @@ class Run:
                 self.tensor_parallel = True
             case "inputs":
                 number = event["forward"]
-                self.forwards[number] = self.forwards[number]._replace(inputs=event["hashes"])
+                self.forwards[number] = self.forwards[number]._replace(
+                    inputs=event["hashes"], tensors=event["tensors"]
+                )
             case "backward":
                 if not event["in_step"]:  # LBFGS computes gradients several times in a step
                     self.micro_steps.append((len(self.steps), self.passes, self.batches))
@@ -161,7 +168,7 @@ class Run:
             case "loader":
                 self.loaders.append(Loader(event))
             case "epoch":
-                self.loaders[event["loader"]].epochs.append(Epoch())
+                self.loaders[event["loader"]].epochs.append(Epoch(len(self.steps)))
             case "indices":
                 self.loaders[event["loader"]].epochs[-1].batches.append(event["indices"])
             case "epoch ends":
@@ -178,18 +185,25 @@ class Run:
                 self.draws[len(self.steps), event["span"], event["source"]] = event["state"]
             case "collective":
                 self.messages.append((event["name"], event["line"], event["group"]))
+                self.story.append(("collective", event["name"], event["size"]))
             case "follow":
                 self.follows.append(event)
             case "scale":
                 self.scales.append(event["value"])
             case "write":
                 self.writes.append(event)
+                self.story.append(("writes", event["path"], None))
             case "used":
                 self.models[event["model"]]["times"] = event["times"]
             case "calls":
                 self.calls = event["calls"]
             case "done":
                 self.end = event
+                if event["why"] == "end":
+                    self.story.append(("ends", None, None))
+            case kind:
+                place = {"step": len(self.steps), "micro_step": len(self.micro_steps)}
+                self.noted[kind].append(event | place)
 
     def read_forward(self, event):
         kept = {name: event.get(name) for name in Forward._fields if name != "step"}
@@ -201,6 +215,10 @@ class Run:
             self.messages.append(("a forward pass of DistributedDataParallel", event["line"], ""))
         if event["grad"]:
             self.passes.append(forward)
+        if forward.training:
+            self.story.append(("trains", None, None))
+        elif self.recent:
+            self.story.append(("evaluates", forward.line, None))
         for use in self.recent.values():
             use.add(forward.training)
         if forward.training:

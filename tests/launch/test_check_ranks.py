@@ -18,7 +18,8 @@ from processes import ROOT
 from ranks import Ranks
 
 from common.machine import free_port
-from launch.rank_watch import monitor, places, recorder
+from launch.rank_watch import hashes, monitor, places, recorder
+from launch.rank_watch.watched import files, loaders
 
 # A right script: 64 samples in 8 steps per epoch on two ranks, then an evaluation.
 RIGHT = """\
@@ -293,7 +294,7 @@ MISTAKES = {
     "unfrozen after the wrap": [
         ("ddp = D", "net[0].requires_grad_(False)\nddp = D"),
         ("sampler = D", "net[0].requires_grad_(True)\nsampler = D"),
-        r"0.weight.* No DistributedDataParallel holds these parameters.* added or unfrozen",
+        r"0.weight.* in the model that a DistributedDataParallel wraps, but it does not hold them",
     ],
     "two writers": [
         ("    if rank == 0:\n        torch.save", "    torch.save"),
@@ -316,9 +317,183 @@ MISTAKES = {
         r"the ranks wait for each other for ever: rank 0 in call \d+ .*; rank 1 did not call it: "
         r"rank 1 is at its end: the script has ended",
     ],
+    "huggingface/accelerate#2665: an optimizer that was made before fully_shard()": [
+        ("ddp = DistributedDataParallel(net)", "ddp = net"),
+        (
+            "sampler = D",
+            "from torch.distributed.fsdp import fully_shard\nfully_shard(net)\nsampler = D",
+        ),
+        ("batch_size=5", "batch_size=6"),  # as many batches on each rank
+        ('torch.save(net.state_dict(), "net.pt")', "pass"),
+        r"SGD at \S+:\d+ made 16 training steps, and none of its 6 parameters ever got a gradient",
+    ],
+    "shards of different models": [
+        (
+            "ddp = DistributedDataParallel(net)",
+            "from torch.distributed.fsdp import fully_shard\nfor p in net.parameters():\n"
+            "    p.data += rank\nddp = fully_shard(net)",
+        ),
+        ("batch_size=5", "batch_size=6"),
+        ('torch.save(net.state_dict(), "net.pt")', "pass"),
+        r"the ranks give fully_shard\(\) at \S+:\d+ models with different weights",
+    ],
+    "clipped before the average": [
+        ("ddp = DistributedDataParallel(net)", "ddp = net"),
+        (
+            "        optimizer.step()",
+            "        nn.utils.clip_grad_norm_(net.parameters(), 0.1)\n"
+            "        for p in net.parameters():\n"
+            "            dist.all_reduce(p.grad)\n            p.grad /= world_size\n"
+            "        optimizer.step()",
+        ),
+        r"clip_grad_norm_\(\) at \S+:\d+ gets another norm on each rank in training step 1",
+    ],
+    "deepspeedai/DeepSpeed#1801: clipped by a norm of other parameters": [
+        (
+            "        optimizer.step()",
+            "        nn.utils.clip_grad_norm_(list(net.parameters())[rank:], 0.1)\n"
+            "        optimizer.step()",
+        ),
+        r"the weights of the ranks differ .* clip_grad_norm_\(\) at \S+:\d+ gets another norm",
+    ],
+    "Lightricks/LTX-Video-Trainer#67: a scheduler that every rank steps": [
+        ("sampler = D", "decay = torch.optim.lr_scheduler.StepLR(optimizer, 1000)\nsampler = D"),
+        (
+            "        optimizer.step()",
+            "        optimizer.step()\n        for _ in range(world_size):\n"
+            "            decay.step()",
+        ),
+        r"the scheduler is stepped 2 times in each training step, once per rank \(\S+:\d+\)",
+    ],
+    "a checkpoint with other names": [
+        (
+            "ddp = D",
+            "weights = {f'module.{name}': x for name, x in net.state_dict().items()}\n"
+            "net.load_state_dict(weights, strict=False)\nddp = D",
+        ),
+        r"load_state_dict\(\) of Sequential at \S+:\d+ loaded none of 9 tensors: expected names",
+    ],
+    "a loss that is averaged before its backward pass": [
+        (
+            "        loss.backward()",
+            "        dist.all_reduce(loss)\n        loss = loss / world_size\n"
+            "        loss.backward()",
+        ),
+        r"the loss was averaged over the ranks at \S+:\d+, before its backward pass",
+    ],
+    "karpathy/build-nanogpt: each rank goes on by its own batch": [
+        (
+            "    for x, y in loader:",
+            "    for k in range(8):\n        at = 32.0 * (8 * epoch + k + rank)\n"
+            "        x = torch.arange(at, at + 32).view(4, 8) / 600\n"
+            "        y = torch.ones(4).long()",
+        ),
+        r"ranks 0 and 1 train on the same samples, 1 steps apart: 60 of 64 inputs of rank 0",
+    ],
+    "a stream that each rank shuffles whole": [
+        (
+            DATA,
+            "class Stream(torch.utils.data.IterableDataset):\n    def __iter__(self):\n"
+            "        for k in torch.randperm(64).tolist():\n"
+            "            yield torch.full((8,), k / 64), k % 2\n\n\ndata = Stream()",
+        ),
+        ("sampler = DistributedSampler(data)\n", ""),
+        ("sampler=sampler)", ")"),
+        ("    sampler.set_epoch(epoch)\n", ""),
+        r"ranks 0 and 1 train on the same samples: \d\d of 64 inputs of rank 0",
+    ],
+    "NVIDIA-NeMo/Speech#16100: timesteps from a generator with one seed": [
+        (
+            "net = nn.Sequential(",
+            "class Noised(nn.Sequential):\n    def forward(self, x, t=0):\n"
+            "        return super().forward(x + t)\n\n\n"
+            "generator = torch.Generator().manual_seed(1)\nnet = Noised(",
+        ),
+        ("ddp(x)", "ddp(x, torch.rand(4, 1, generator=generator))"),
+        r"input 2 of Noised \(float32 \[4, 1\]\) is the same on two ranks in 16 of 16 forward",
+    ],
+    "StackOverflow 67180955: a data set that makes its own generator": [
+        (
+            DATA,
+            AUGMENTED.replace("randn(8)", "randn(8, generator=self.generator)")
+            + "\ndata.generator = torch.Generator().manual_seed(0)",
+        ),
+        r"all ranks draw the same random numbers while they load samples, from a generator that",
+    ],
+    "a split that differs between the ranks": [
+        ("sampler = D", "data = Subset(data, range(61 + rank))\nsampler = D"),
+        r"different data sets at \S+:\d+ \(61 samples on rank 0, 62 samples on rank 1\), and a",
+    ],
+    "batches of the script's own that know no rank": [
+        (
+            "loader = DataLoader(data, batch_size=4, sampler=sampler)",
+            "class Batches:\n    def __len__(self):\n        return 1000\n\n"
+            "    def __iter__(self):\n"
+            "        yield from torch.randperm(4000).view(1000, 4).tolist()\n\n\n"
+            "data = TensorDataset(torch.arange(4000.0).expand(8, -1).T, torch.ones(4000).long())\n"
+            "loader = DataLoader(data, batch_sampler=Batches())",
+        ),
+        r"(the same samples|reads the whole data set).*Batches at .* Let Batches draw one order",
+    ],
+    "asteroid-team/asteroid#674: rank 0 decides on its part": [
+        ("    dist.all_reduce(total)\n", ""),
+        (
+            "    scheduler.step(total.item())",
+            "    dist.broadcast(total, 0)\n    if total.item() > 1e9:\n        break",
+        ),
+        r"each rank evaluates its own part of the data at \S+:\d+, and no all_reduce or gather",
+    ],
+    "weights that one rank sets back": [
+        (
+            "    ddp.train()\n",
+            "    ddp.train()\n    if epoch and rank:\n        net[0].weight.data.zero_()\n",
+        ),
+        r"training step 9 .* 0.weight.* They differed between training steps 8 and 9",
+    ],
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "a checkpoint of a part, a loss summed for printing, few samples drawn with replacement": [
+        (
+            "ddp = D",
+            "net.load_state_dict({'0.weight': net[0].weight.clone()}, strict=False)\nddp = D",
+        ),
+        (
+            "        loss.backward()",
+            "        loss.backward()\n        dist.all_reduce(loss)\n        loss /= world_size",
+        ),
+        (
+            "    for x, y in loader:",
+            "    for _ in range(8):\n        x, y = data[torch.randint(64, (4,))]",
+        ),
+    ],
+    "a stream in an order that all ranks share, with a generator of its own": [
+        (
+            DATA,
+            "class Stream(torch.utils.data.IterableDataset):\n"
+            "    generator = torch.Generator().manual_seed(0)\n\n    def __iter__(self):\n"
+            "        order = torch.randperm(64, generator=self.generator)\n"
+            "        for k in order[rank::world_size].tolist():\n"
+            "            yield torch.full((8,), k / 64), k % 2\n\n\ndata = Stream()",
+        ),
+        ("sampler = DistributedSampler(data)\n", ""),
+        ("sampler=sampler)", ")"),
+        ("    sampler.set_epoch(epoch)\n", ""),
+    ],
+    "sharded by fully_shard(), from rank 0's weights": [
+        (
+            "ddp = DistributedDataParallel(net)",
+            "from torch.distributed.checkpoint import state_dict\n"
+            "from torch.distributed.fsdp import fully_shard\n"
+            "whole = {} if rank else {k: x.clone() for k, x in net.state_dict().items()}\n"
+            "for p in net.parameters():\n    p.data += rank\nddp = fully_shard(net)\n"
+            "options = state_dict.StateDictOptions(full_state_dict=True, "
+            "broadcast_from_rank0=True)\n"
+            "state_dict.set_model_state_dict(net, whole, options=options)",
+        ),
+        ("batch_size=5", "batch_size=6"),  # as many batches on each rank
+        ('torch.save(net.state_dict(), "net.pt")', "pass"),
+    ],
     "no wrap, gradients averaged by hand": [
         ("ddp = DistributedDataParallel(net)", "ddp = net"),
         (
@@ -671,17 +846,17 @@ def test_what_is_not_a_script_gets_one_line(tool, tmp_path):
 
 def test_samples_of_unknown_classes_are_not_hashed():
     same = {"x": torch.ones(2), "y": [numpy.int64(3), "a", b"b", None, 0.5]}
-    assert recorder.hash_of(same) == recorder.hash_of(copy.deepcopy(same))
-    assert recorder.hash_of(same) != recorder.hash_of(same | {"x": torch.zeros(2)})
+    assert hashes.hash_of(same) == hashes.hash_of(copy.deepcopy(same))
+    assert hashes.hash_of(same) != hashes.hash_of(same | {"x": torch.zeros(2)})
     for unknown in (object(), {1}, numpy.array([{}])):
         with pytest.raises(TypeError):
-            recorder.hash_of([torch.ones(2), unknown])
+            hashes.hash_of([torch.ones(2), unknown])
 
 
 def test_a_batch_of_indices_may_be_a_tensor():
     for batch in ([7, 3], (7, 3), torch.tensor([7, 3]), [torch.tensor(7), numpy.int64(3)]):
-        assert recorder.numbers_in(batch) == [[7], [3]]
-    assert recorder.numbers_in(["a.jpg"]) is None
+        assert loaders.numbers_in(batch) == [[7], [3]]
+    assert loaders.numbers_in(["a.jpg"]) is None
 
 
 def test_ranks_that_make_different_numbers_of_steps_are_named(check):
@@ -976,7 +1151,7 @@ def test_ctrl_c_is_not_a_failure_of_the_script():
 def test_files_in_a_folder_that_is_named_as_one_of_the_system_are_seen():
     watcher = recorder.Recorder(0, 0)
     for path in ("/dev/null", "/proc/self/mem", "/data/dev/scores.json"):
-        watcher.audit("open", (path, "w", 0))
+        files.audit(watcher, "open", (path, "w", 0))
     assert [event["path"] for event in watcher.events] == ["/data/dev/scores.json"]
 
 
