@@ -22,7 +22,6 @@ import re
 import socket
 import sys
 import time
-import traceback
 
 import torch
 import torch.distributed as dist
@@ -102,8 +101,9 @@ def cleaned_up():
         with contextlib.suppress(OSError, KeyboardInterrupt):  # nobody reads it, or waits for it
             if isinstance(error, RuntimeError) and re.search("by peer|remote process", str(error)):
                 time.sleep(5)  # torchrun shows the error of the rank that failed, and ends this one
+                error.__traceback__ = None  # MPICH's mpirun does not end it: a line says enough
             if not isinstance(error, SystemExit):
-                traceback.print_exception(error)
+                sys.excepthook(type(error), error, error.__traceback__)
                 get_error_handler().record_exception(error)  # torchrun shows it last
             elif not isinstance(code, int):  # sys.exit("a message")
                 print(code, file=sys.stderr)
