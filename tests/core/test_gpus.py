@@ -142,13 +142,14 @@ def test_03_to_05_and_07_join_with_their_gpu_and_the_shared_timeout(
     assert joined.get("init_method") == (URL if script[:2] == "04" else None)
 
 
-def test_setup_distributed_binds_the_process_group_to_its_gpu(joined, environment):
+def test_setup_distributed_joins_with_its_gpu_and_the_timeout(joined, environment):
     environment(**TORCHRUN)
     gpu = torch.device("cuda", 1)
     for backend, device in ((None, gpu), ("nccl", gpu), ("gloo", None)):
         with pytest.raises(Reached):
-            distributed.setup_distributed(backend)
+            distributed.setup_distributed(backend, timeout=33)
         assert joined["backend"] == (backend or "nccl") and joined["device_id"] == device
+        assert joined["timeout"].total_seconds() == 33
 
 
 DRIVERS = [

@@ -68,6 +68,7 @@ OTHER |= {"PMI_RANK": 9, "PMI_SIZE": 99}
         (srun(**OTHER), ("srun", 1, 4, 1, "n01", 12007)),
         (srun(MASTER_PORT=4000, MASTER_ADDR="fd00::1"), ("srun", 1, 4, 1, "fd00::1", 4000)),
         (srun(5, 7, "n[1-3]", SLURM_LOCALID=0), ("srun", 5, 7, 0, "n1", 12007)),
+        (srun(SLURM_STEP_ID=1), ("srun", 1, 4, 1, "n01", 13016)),
         (SBATCH_SHELL, ("python", 0, 1, 0, "127.0.0.1", 29500)),
         (srun(0, 1) | mpirun(), ("mpirun", 1, 2, 1, "127.0.0.1", 29500)),
         (srun(0, 1) | MPICH, ("mpirun", 1, 2, 0, "m0", 29500)),
@@ -215,7 +216,7 @@ def test_a_rank_that_is_there_twice_is_named():
 def test_ranks_that_do_not_come_are_named_to_all(caplog, monkeypatch):
     """Also to those that wait for rank 0: it gives up two seconds after them."""
     monkeypatch.setattr(module, "WARN_AFTER", 0.5)
-    results = meet(4, [0, 2], timeout=2)
+    results = meet(4, [0, 2], timeout=2, before=lambda rank: time.sleep(rank / 2))
     assert all("is waiting for ranks [1, 3] of 4, for 0:00:0" in result for result in results)
     assert re.search(r"is waiting for ranks \[1, (2, )?3\] of 4", caplog.text)
 
@@ -271,6 +272,13 @@ def test_a_port_that_is_taken_is_named_by_torch():
         port = stranger.getsockname()[1]
         with pytest.raises(RuntimeError, match=f"EADDRINUSE|{port}"):
             module.connect("localhost", port, 0, timedelta(seconds=5))
+
+
+def test_one_process_needs_no_port(environment):
+    """Another training may have it."""
+    with socket.create_server(("", 0)) as taken, cleaned_up():
+        environment(MASTER_PORT=taken.getsockname()[1])
+        assert setup_distributed().launcher == "python"
 
 
 def test_a_process_may_leave_its_group_and_join_again(environment):
