@@ -1,4 +1,4 @@
-"""Set up torch.distributed under any launcher. Copy this file: it needs only PyTorch 2.9 or newer.
+"""Set up torch.distributed under any of LAUNCHERS. Copy this file: it needs PyTorch 2.9 or newer.
 
     from setup_distributed import cleaned_up, setup_distributed
 
@@ -7,8 +7,8 @@
         d = setup_distributed()
         ...  # train on d.device, on this process's share of the data: d.rank of d.world_size
 
-The same script then runs under each of LAUNCHERS, and as `python train.py` with a world size of 1.
-Rank 0 listens at MASTER_ADDR:MASTER_PORT, under srun by default on the first host of the step.
+`python train.py` then trains with a world size of 1. With more processes, rank 0 listens at
+MASTER_ADDR:MASTER_PORT, under srun by default on the first host of the step.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ LAUNCHERS = (  # what each calls rank, world size and local rank; the first that
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # of MPICH and Intel MPI
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("nodes", "RANK", "WORLD_SIZE"),  # one process on each machine: PyTorchJob, SenseCore
-    ("python",),  # also in the shell of an sbatch file, which is in no step
+    ("python",),  # alone; also under an unknown launcher, and in the shell of an sbatch file
 )
 
 
@@ -69,10 +69,10 @@ def setup_distributed(backend=None, port=None, timeout=TIMEOUT):
         timeout = datetime.timedelta(seconds=timeout)
     launcher, rank, world_size, local_rank = find_launcher()
     host, port = find_address(launcher, world_size, port)
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # machines, as torchrun counts them
         store = meet(host, port, rank, world_size, timeout)
         local_size = store.add(f"ranks on {socket.gethostname()}", 0)  # all have counted themselves
-    else:  # torchrun on several machines, which may have restarted apart: torch finds the store
+    else:  # which may have restarted a different number of times: torch finds the store
         store, local_size = None, int(os.environ["LOCAL_WORLD_SIZE"])
     device = setup_device(local_rank, local_size)
     backend = backend or dist.get_default_backend_for_device(device)
@@ -173,7 +173,7 @@ def connect(host, port, rank, timeout):
     """Return the store that rank 0 or torchrun keeps, once it answers."""
     options = {"wait_for_workers": False, "timeout": timeout, "use_libuv": os.name != "nt"}
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return dist.TCPStore("127.0.0.1", port, is_master=True, **options)
+        return dist.TCPStore("127.0.0.1", port, is_master=True, **options)  # on all addresses
     found = f"rank {rank} is waiting for rank 0 at {host}:{port}"
     wait_until(lambda: socket.create_connection((host, port), 5), lambda: found, timeout)
     return dist.TCPStore(host, port, **options)
