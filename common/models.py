@@ -6,6 +6,7 @@ import torch
 import torchvision
 from torch import nn
 from torch.nn import functional as F
+from torchvision.models.resnet import BasicBlock
 
 from common.errors import UserError, one_line
 
@@ -128,17 +129,18 @@ class CifarResNet20(nn.Module):
 
     def __init__(self, channels=3, num_classes=10):
         super().__init__()
-        self.stem = nn.Sequential(_convolution(channels, 16), nn.BatchNorm2d(16), nn.ReLU())
+        convolution = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
+        self.stem = nn.Sequential(convolution, nn.BatchNorm2d(16), nn.ReLU())
         self.blocks = nn.Sequential(
-            ResidualBlock(16, 16),
-            ResidualBlock(16, 16),
-            ResidualBlock(16, 16),
-            ResidualBlock(16, 32, stride=2),
-            ResidualBlock(32, 32),
-            ResidualBlock(32, 32),
-            ResidualBlock(32, 64, stride=2),
-            ResidualBlock(64, 64),
-            ResidualBlock(64, 64),
+            BasicBlock(16, 16),
+            BasicBlock(16, 16),
+            BasicBlock(16, 16),
+            BasicBlock(16, 32, 2, PaddedShortcut()),
+            BasicBlock(32, 32),
+            BasicBlock(32, 32),
+            BasicBlock(32, 64, 2, PaddedShortcut()),
+            BasicBlock(64, 64),
+            BasicBlock(64, 64),
         )
         self.classifier = nn.Sequential(
             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes)
@@ -151,36 +153,14 @@ class CifarResNet20(nn.Module):
         return self.classifier(self.blocks(self.stem(images)))
 
 
-class ResidualBlock(nn.Module):
-    """Two convolutions whose result is added to their input.
+class PaddedShortcut(nn.Module):
+    """The shortcut of a block that halves the image and doubles the channels; it has no weights.
 
-    If the block halves the image and adds channels, the shortcut takes every second pixel and pads
-    the new channels with zeros.
-
-    forward takes floats (N, before, height, width) and returns floats (N, after, height / stride,
-    width / stride), rounded up.
+    It takes every second pixel, and pads the new channels with zeros.
     """
 
-    def __init__(self, before, after, stride=1):
-        super().__init__()
-        self.stride = stride
-        self.new_channels = after - before
-        self.residual = nn.Sequential(
-            _convolution(before, after, stride),
-            nn.BatchNorm2d(after),
-            nn.ReLU(),
-            _convolution(after, after),
-            nn.BatchNorm2d(after),
-        )
-
     def forward(self, features):
-        shortcut = features[:, :, :: self.stride, :: self.stride]
-        shortcut = F.pad(shortcut, (0, 0, 0, 0, 0, self.new_channels))
-        return F.relu(self.residual(features) + shortcut)
-
-
-def _convolution(before, after, stride=1):
-    return nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        return F.pad(features[:, :, ::2, ::2], (0, 0, 0, 0, 0, features.size(1)))
 
 
 def _replace_stem(model, channels):

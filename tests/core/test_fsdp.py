@@ -179,7 +179,7 @@ def test_the_blocks_of_a_model_are_its_layers():
         vit = torchvision.models.vit_b_16(image_size=32)
         swin = torchvision.models.swin_t()
         cases = (torchvision.models.resnet18(), 8, "BasicBlock"), (vit, 13, "EncoderBlock")
-        cases += (swin, 17, "SwinTransformerBlock"), (CifarResNet20(), 12, "ResidualBlock")
+        cases += (swin, 17, "SwinTransformerBlock"), (CifarResNet20(), 12, "BasicBlock")
         cases += (SmallNet(), 11, "Conv2d"), (nn.Linear(2, 2), 0, None)
     for model, count, kind in cases:
         found = sharded.blocks(model)
