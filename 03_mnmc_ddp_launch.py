@@ -19,12 +19,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 
 from common.data import build_datasets, build_loader, build_transforms
-from common.ddp_flags import parse_ddp_args
-from common.errors import one_line_errors
 from common.models import build_model
-from common.report import Report, batch_totals
+from common.report import batch_totals
 from common.setup_distributed import TIMEOUT, setup_device
 from common.syncbn import convert_sync_batchnorm
+from ddp.errors import one_line_errors
+from ddp.flags import parse_ddp_args
+from ddp.report import DistributedReport
 
 
 @one_line_errors()
@@ -35,7 +36,7 @@ def main(args):
     device = setup_device(local_rank, local_size)  # GPU number local_rank, or the CPU
     backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
     dist.init_process_group(backend, timeout=TIMEOUT, device_id=device.index)  # waits for all ranks
-    report = Report(args, device, local_size)  # prints and keeps time, nothing else
+    report = DistributedReport(args, device, local_size)  # prints and keeps time, nothing else
     train_set, test_set = build_datasets(args)
 
     # 1. define model

@@ -19,13 +19,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 
 from common.data import build_datasets, build_loader, build_transforms
-from common.ddp_flags import parse_ddp_args
-from common.errors import one_line_errors
 from common.machine import slurm_tasks_here
 from common.models import build_model
-from common.report import Report, batch_totals
+from common.report import batch_totals
 from common.setup_distributed import TIMEOUT, first_host, setup_device
 from common.syncbn import convert_sync_batchnorm
+from ddp.errors import one_line_errors
+from ddp.flags import parse_ddp_args
+from ddp.report import DistributedReport
 
 
 @one_line_errors()
@@ -40,7 +41,7 @@ def main(args):
     backend = dist.get_default_backend_for_device(device)  # nccl between GPUs, gloo between CPUs
     group = {"rank": rank, "world_size": world_size}  # at MASTER_ADDR:MASTER_PORT
     dist.init_process_group(backend, timeout=TIMEOUT, device_id=device.index, **group)
-    report = Report(args, device, local_size)  # prints and keeps time, nothing else
+    report = DistributedReport(args, device, local_size)  # prints and keeps time, nothing else
     train_set, test_set = build_datasets(args)
 
     # 1. define model

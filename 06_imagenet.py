@@ -34,9 +34,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.errors import one_line_errors
 from common.setup_distributed import Distributed, cleaned_up, setup_distributed
 from common.syncbn import convert_sync_batchnorm
+from ddp.errors import one_line_errors
 from imagenet.checkpoint import BEST, Checkpoints, SaveTimer
 from imagenet.checks import check_batches, check_launch, check_same_run
 from imagenet.datasets import build_datasets

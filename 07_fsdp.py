@@ -21,14 +21,15 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 
-from common import sharded
 from common.data import build_datasets, build_loader, build_transforms
-from common.ddp_flags import parse_fsdp_args
-from common.errors import one_line_errors
 from common.models import build_model
-from common.report import Report, batch_totals
+from common.report import batch_totals
 from common.setup_distributed import TIMEOUT, setup_device
 from common.syncbn import convert_sync_batchnorm
+from ddp.errors import one_line_errors
+from ddp.report import DistributedReport
+from fsdp import sharded
+from fsdp.flags import parse_fsdp_args
 
 
 @one_line_errors()
@@ -41,7 +42,7 @@ def main(args):
     dist.init_process_group(backend, timeout=TIMEOUT, device_id=device.index)  # waits for all ranks
     shape = (world_size // args.shard_size, args.shard_size)  # copies of the model, shards of each
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards"))
-    report = Report(args, device, local_size)  # prints and keeps time, nothing else
+    report = DistributedReport(args, device, local_size)  # prints and keeps time, nothing else
     train_set, test_set = build_datasets(args)
 
     # 1. define model

@@ -5,18 +5,14 @@ processes: see folder.py. Crops of small images, flips and normalization run on 
 whole batch at once but with random numbers of its own for each image.
 """
 
-import os
 import sys
 
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 from torch.utils.data import DataLoader
-from torchvision.datasets import CIFAR10, MNIST
 
 from common import shapes
-from common.errors import UserError, one_line
-from common.folder import load_folder
+from common.errors import UserError
 from common.memory import MemoryImages, choose
 
 # How loader workers start. Python 3.14 would start them from a server process: they would outlive a
@@ -27,17 +23,22 @@ START_METHOD = "fork" if sys.platform == "linux" else None  # None: as usual the
 def build_datasets(args):
     """Load the training set and the test set of --dataset.
 
-    Both have the attributes in_memory, channels, image_size (height, width) and num_classes, and
-    channel_stats().
+    Both have the attributes in_memory, channels, image_size (height, width), num_classes and note
+    (a line of the header, or ""), and channel_stats().
 
     Raises:
         UserError: the files are missing or damaged.
     """
-    if args.dataset == "folder":
-        return load_folder(args)
     if args.dataset == "shapes":
         return _shapes(args)
-    return _torchvision(args)
+    # Imported here, since a run needs one of them at most.
+    if args.dataset == "folder":
+        from common.folder import load_folder
+
+        return load_folder(args)
+    from common.torchvision_sets import load_torchvision_set
+
+    return load_torchvision_set(args)
 
 
 def build_loader(dataset, args, sampler=None, batch_size=None, *, train=False):
@@ -128,33 +129,3 @@ def _shapes(args):
         return MemoryImages(images, targets, len(shapes.CLASSES))
 
     return draw(0, choose(50_000, args.limit)), draw(1, torch.arange(10_000))
-
-
-def _torchvision(args):
-    name = args.dataset
-    build = {"cifar10": CIFAR10, "mnist": MNIST}[name]
-    try:
-        if args.download:
-            os.makedirs(args.data_dir, exist_ok=True)
-            # One process downloads, the others wait.
-            with FileLock(os.path.join(args.data_dir, f".{name}.lock")):
-                build(args.data_dir, download=True)
-        train = build(args.data_dir, train=True)
-        test = build(args.data_dir, train=False)
-    except (RuntimeError, OSError, ValueError, AssertionError, LookupError, EOFError) as error:
-        raise UserError(
-            f"cannot read {name} in {args.data_dir} ({one_line(error)}): add --download, "
-            "and first delete the files if they are damaged, "
-            "or use --dataset shapes, which needs no files"
-        ) from None
-
-    def in_memory(dataset, limit):
-        images = torch.as_tensor(dataset.data)  # mnist: (N, H, W); cifar10: (N, H, W, 3)
-        images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
-        targets = torch.as_tensor(dataset.targets)
-        if limit is not None:
-            chosen = choose(len(images), limit)
-            images, targets = images[chosen], targets[chosen]
-        return MemoryImages(images, targets, num_classes=10)
-
-    return in_memory(train, args.limit), in_memory(test, None)

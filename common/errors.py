@@ -1,21 +1,12 @@
-"""Errors as one line: what was found, what was expected, and the command that works."""
+"""Errors as one line: what was found, what was expected, and the command that works.
+
+ddp/errors.py has more, for several processes.
+"""
 
 import contextlib
-import json
 import multiprocessing
 import os
-import re
-import signal
 import sys
-import time
-import traceback
-
-import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException
-
-from common.setup_distributed import LAUNCHERS, LaunchError
-
-PATIENCE = 5  # seconds in which rank 0 most likely prints the mistake that this rank has found too
 
 
 class UserError(Exception):
@@ -24,112 +15,25 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def one_line_errors():
-    """Report a user's mistake in one line, with exit code 2.
+    """Report a user's mistake in one line, with exit code 2, and Ctrl-C in one, with 130.
 
-    Ctrl-C (exit code 130) and the failure of another rank (1) are one line too. Other errors keep
-    their traceback.
+    Other errors keep their traceback.
     """
     try:
         yield
     except KeyboardInterrupt:
-        _exit_now("stopped by Ctrl-C", 130)
-    # a process of mp.spawn, which printed its own error unless it was killed
-    except ProcessExitedException as error:
-        if not error.signal_name:
-            _exit_now(None, error.exit_code)
-        found = f"process {error.error_index} was killed by {error.signal_name}"
-        _exit_now(f"error: {found}; the others were stopped", 1)
-    except Exception as error:
-        message, code = explain(error)
-        line = message and f"{_script()}: error: {message}"
-        has_peers = dist.is_initialized() and dist.get_world_size() > 1
-        if code == 2:
-            let_rank_0_speak()
-        write_error_file(error, line)
-        if message is None and not has_peers:
-            raise
-        if message is None:
-            traceback.print_exc()
-        if has_peers:  # a normal exit could wait for ranks that wait for this one
-            _exit_now(message and f"error: {message}", code)
-        _print(f"error: {message}")
-        sys.exit(code)
+        exit_now("stopped by Ctrl-C", 130)
+    except UserError as error:
+        print_line(f"error: {message_of(error)}")
+        sys.exit(2)
 
 
-def launched_rank():
-    """Return the rank of this process as its launcher says, or 0."""
-    if dist.is_initialized():
-        return dist.get_rank()
-    names = [variables[0] for _, *variables in LAUNCHERS if variables]  # the innermost comes first
-    rank = next((os.environ[name] for name in names if name in os.environ), "0")
-    return int(rank) if rank.isdigit() else 0
+def message_of(error):
+    """Return the message of a UserError.
 
-
-def let_rank_0_speak():
-    """Wait in other ranks than 0 before they print a mistake, which all ranks may have found.
-
-    Rank 0 prints it and exits, and its launcher stops the others meanwhile. A rank that is still
-    there prints it too: it may be the only one.
+    That of an error in a loader worker is a whole traceback, whose last line is the error.
     """
-    if launched_rank() > 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # 06 would only note it
-        time.sleep(PATIENCE)
-
-
-def write_error_file(error, text=None):
-    """Write an error where torchrun looks for it; it prints the earliest one of all ranks last."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    text = text or "".join(traceback.format_exception(error)).strip()
-    # Whole seconds, so the rank that failed first and those that lost it could have the same.
-    timestamp = int(time.time()) + 5 * bool(lost_peer(error))
-    extra = {"py_callstack": text, "timestamp": str(timestamp)}
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
-
-
-def explain(error):
-    """Return (message, exit code) of an error.
-
-    The message is None if the error needs its traceback.
-    """
-    if isinstance(error, UserError | LaunchError):
-        # The message of an error in a loader worker is a whole traceback, whose last line is the
-        # error.
-        return str(error).splitlines()[-1].rpartition("UserError: ")[-1], 2
-    name = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
-    if name.startswith("SLURM_"):
-        return f"{name} is not set: expected srun to set it; srun --ntasks=2 python {_script()}", 2
-    if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        command = f"torchrun --nproc-per-node=2 {_script()}"
-        return f"{name} is not set: expected torchrun to set it; {command}", 2
-    return lost_peer(error), 1
-
-
-def lost_peer(error):
-    """Return a message if an error means that another rank exited or is out of reach, else None."""
-    text = one_line(error)
-    from_gloo = isinstance(error, RuntimeError) and ("/gloo/" in text or "pair closure" in text)
-    # torch has two implementations, with other classes
-    from_nccl = isinstance(error, RuntimeError) and "NCCL" in text
-    from_a_collective = from_gloo or from_nccl or isinstance(error, dist.DistError)
-    is_lost = "connect|clos|reset by peer|broken pipe|timed out|remote"
-    if not from_a_collective or not re.search(is_lost, text, re.I):
-        return None
-    # NCCL names the cause last; gloo first names a line of its own source. Behind " At:" stand
-    # the lines of a hook of DDP.
-    cause = re.split("last error:", text, flags=re.I)[-1].partition(" At: /")[0]
-    cause = re.sub(r"\[\S*/gloo/\S*\] ?", "", cause).partition(" This is typically")[0]
-    cause = cause.strip(". ")[:200]
-    remedy = "its own message, or its launcher's, says why; it may stand above"
-    if ("127.0." in text and "refused" in text) or "no route" in text.lower():
-        name = "NCCL_SOCKET_IFNAME" if "NCCL" in text else "GLOO_SOCKET_IFNAME"
-        remedy = (
-            f"ranks on several machines need export {name}=... on each, "
-            "the interface that the others reach"
-        )
-    return f"lost another rank ({cause}): {remedy}"
+    return str(error).splitlines()[-1].rpartition("UserError: ")[-1]
 
 
 def one_line(error):
@@ -137,18 +41,14 @@ def one_line(error):
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _script():
-    return os.path.basename(sys.argv[0])
+def print_line(message):
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
 
 
-def _print(message):
-    print(f"{_script()}: {message}", file=sys.stderr)
-
-
-def _exit_now(message, code):
+def exit_now(message, code):
     """Print a message, kill the processes that this one started, and exit without cleaning up."""
     if message:
-        _print(message)
+        print_line(message)
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()

@@ -6,9 +6,6 @@ import math
 import os
 import sys
 
-from common.errors import launched_rank, let_rank_0_speak, write_error_file
-from common.other_flags import hints
-
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, and whose --help shows the defaults.
@@ -18,10 +15,10 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         doc: the docstring of the script, printed by --help.
-        others: list of str, the groups of other trainings to look into, see other_flags.json.
+        others: names of the groups of other trainings to look into, in other_flags.json.
     """
 
-    def __init__(self, doc, others=None, **options):
+    def __init__(self, doc, others=(), **options):
         class Formatter(
             argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
         ):
@@ -33,7 +30,7 @@ class Parser(argparse.ArgumentParser):
                 return super()._get_help_string(action)
 
         super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
-        self.others = others or []
+        self.others = others
         self.words = []  # of the command line
 
     def parse_known_args(self, args=None, namespace=None):
@@ -41,12 +38,11 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(self.words, namespace)
 
     def error(self, message):
+        from common.other_flags import hints  # needed by nothing else
+
         found = hints(self.words, self.others, self._option_string_actions)
         message = "; ".join(found) or message
-        line = f"{self.prog}: error: {message} (all flags: {self.prog} --help)"
-        let_rank_0_speak()
-        write_error_file(ValueError(message), line)
-        self.exit(2, f"{line}\n")
+        self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
 
 
 def with_hyphens(word):
@@ -61,10 +57,11 @@ def parse_args(doc):
     args = parser.parse_args()
     copies = launched_copies()
     name = max(copies, key=copies.get, default=None)
-    if name and copies[name] > 1 and launched_rank() == 0:
-        warn(
+    if name and copies[name] > 1:
+        print(
             f"{parser.prog}: {name}={copies[name]}: each copy trains alone; "
-            "03_mnmc_ddp_launch.py shares the work"
+            "03_mnmc_ddp_launch.py shares the work",
+            file=sys.stderr,
         )
     return args
 
@@ -75,13 +72,9 @@ def launched_copies():
     return {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}
 
 
-def warn(message):
-    print(message, file=sys.stderr, flush=True)
-
-
-def shared_flags(doc, others=("01 to 05",), **options):
+def shared_flags(doc, **options):
     """Return a parser of the flags that 01 to 05 share; see Parser."""
-    parser = Parser(doc, others, **options)
+    parser = Parser(doc, ["01 to 05"], **options)
     add_flags(parser, SHARED)
     return parser
 

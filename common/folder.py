@@ -1,5 +1,7 @@
 """--dataset folder: small images that are held in memory, or photographs that workers read."""
 
+import os
+
 import torch
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
@@ -31,6 +33,7 @@ class Photographs(Dataset):
     """
 
     in_memory = False
+    note = ""
     channels = 3
     image_size = (CROP, CROP)
 
@@ -79,12 +82,14 @@ def load_folder(args):
     train.targets = train.targets[chosen]
 
     small_train = load_small(train)
-    if small_train is None:
-        return train, test
-    small_test = load_small(test)
-    if small_test is None or small_test.image_size != small_train.image_size:
-        return train, test
-    return small_train, small_test
+    if small_train is not None:
+        small_test = load_small(test)
+        if small_test is not None and small_test.image_size == small_train.image_size:
+            train, test = small_train, small_test
+    unused = os.path.join(args.data_dir, "test")
+    if os.path.isdir(unused) and test_root != unused:
+        test.note = f"{unused} is not used, because there is a val/ too"
+    return train, test
 
 
 def load_small(photographs):

@@ -14,6 +14,7 @@ class MemoryImages(Dataset):
     """
 
     in_memory = True
+    note = ""
 
     def __init__(self, images, targets, num_classes):
         self.images = images

@@ -10,49 +10,27 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torchvision
 
 from common.errors import UserError
 
-# How a recorded command starts, by launcher.
-START = {
-    "python": "python",
-    "torchrun": "torchrun --nnodes={machines} --nproc-per-node={per_machine}",
-    "mp.spawn": "python",
-    "srun": "srun --nodes={machines} --ntasks-per-node={per_machine} python",
-    "mpirun": "mpirun -n {processes} python",
-    "nodes": "python",
-}
 
-
-def run_fields(device, launcher, world_size, local_world_size):
-    """Return the fields of a record that say how a run was started, and on what.
-
-    Args:
-        device: torch.device.
-        launcher: str, one of START.
-        world_size, local_world_size: int, the processes of the run, and of this machine.
-    """
-    start = START[launcher].format(
-        machines=world_size // local_world_size, per_machine=local_world_size, processes=world_size
-    )
+def started_alone():
+    """Return the fields of a record that say how a run of one process was started."""
     script = os.path.basename(sys.argv[0])
-    return environment(device) | {
+    return {
         "script": script,
-        "command": f"{start} {shlex.join([script, *sys.argv[1:]])}",
-        "launcher": launcher,
-        "world_size": world_size,
-        "local_world_size": local_world_size,
-        "backend": dist.get_backend() if dist.is_initialized() else "none",
+        "command": f"python {shlex.join([script, *sys.argv[1:]])}",
+        "launcher": "python",
+        "world_size": 1,
+        "local_world_size": 1,
+        "backend": "none",
     }
 
 
 def environment(device):
     """Return the fields of a record that name hardware and versions."""
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     fields = {
         "device": device.type,
         "device_name": device_name(device),
@@ -70,15 +48,12 @@ def environment(device):
 
 def gpu_software(device):
     """Return the fields of a record that name a GPU's software, and whether it rounds to TF32."""
-    nccl_class = None
-    if dist.is_initialized() and dist.get_backend() == "nccl":  # torch has several
-        nccl_class = type(dist.group.WORLD._get_backend(device)).__name__
     return {
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "driver": driver_version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "nccl_class": nccl_class,
+        "nccl_class": None,  # of one process
         "tf32_matmul": torch.get_float32_matmul_precision() != "highest",
         "tf32_conv": torch.backends.cudnn.allow_tf32,
     }

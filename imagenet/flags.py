@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from common.flags import Parser, add_flags, number, output_file, whole_number
+from common.flags import add_flags, number, output_file, whole_number
+from ddp.flags import RankParser
 
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class RecipeParser(Parser):
+class RecipeParser(RankParser):
     """A parser that reads the flags in a file named by @FILE. A comment there begins with #."""
 
     def convert_arg_line_to_args(self, line):

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from common.console import Console, memory_used
-from common.records import append_record, count_repeats, run_fields
-from common.report import Epoch, Spans
-from imagenet.clocks import CommunicationClock
+from common.records import append_record, count_repeats, environment
+from ddp.report import launch_fields, launch_lines
+from imagenet.clocks import CommunicationClock, Spans, TimedEpoch
 
 
 class Evaluation(NamedTuple):
@@ -38,7 +38,7 @@ class Progress:
         self.d = d
         self.sampler = sampler
         self.started = time.perf_counter()
-        self.console = Console(d.rank)
+        self.console = Console(d.is_main)
         # On a GPU the hook of this clock slows the backward pass, so it is measured only if asked
         # for.
         measured = d.world_size > 1 and (d.device.type == "cpu" or args.time_communication)
@@ -46,7 +46,8 @@ class Progress:
 
         same = ("image_size", "amp", "channels_last", "compile", "sync_bn", "ema", "seed")
         self.record = {name: getattr(args, name) for name in same}
-        self.record |= run_fields(d.device, d.launcher, d.world_size, d.local_world_size)
+        self.record |= environment(d.device)
+        self.record |= launch_fields(d.device, d.launcher, d.world_size, d.local_world_size)
         self.record |= {
             "dataset": f"dummy {args.dummy}" if args.dummy else args.train_path,
             "model": args.arch,
@@ -61,7 +62,7 @@ class Progress:
             from torch.utils.tensorboard import SummaryWriter  # takes two seconds to import
 
             self.tensorboard = SummaryWriter(args.tensorboard)
-        self.epoch = None  # Epoch: the current one
+        self.epoch = None  # TimedEpoch: the current one
 
     def print(self, line):
         self.console.print(line)
@@ -70,7 +71,8 @@ class Progress:
         """Print what decides the cost and the result of a run. Every rank must call it."""
         r = self.record
         args = self.args
-        self.console.print_launch(r, self.d.device)
+        for line in launch_lines(r, self.d.device):
+            self.print(line)
         weights = sum(p.numel() for p in model.parameters()) / 1e6
         self.print(
             f"{r['dataset']}: {len(train_set)} train and {len(val_set)} test images, "
@@ -112,17 +114,16 @@ class Progress:
         device = self.d.device
         sampler = self.sampler
         communication = self.communication.spans if self.communication else Spans(device)
-        self.epoch = Epoch(
+        self.epoch = TimedEpoch(
             number=epoch,
             steps=sampler.steps,
             device=device,
-            clocks={"data_wait": Spans(device), "communication": communication},
+            communication=communication,
             totals=totals.tolist(),
             first_step=first_step,
             accumulate=sampler.accumulate,
         )
-        # Pieces of a step may differ in size by one image: the sampler knows the images of all.
-        batches = self.epoch.batches(iter(loader), lambda step, _: sampler.step_size(step))
+        batches = self.epoch.batches(iter(loader), sampler.step_size)
         description = f"epoch {epoch + 1}/{self.args.epochs}"
         total = (sampler.steps - first_step) * sampler.accumulate
         return self.console.with_bar(batches, total, description)
@@ -148,15 +149,13 @@ class Progress:
         epoch = self.epoch
         since = epoch.line
         # note: tolist() waits for the device
-        (loss, top1, top5, images), shares = epoch.measure_line(totals.tolist())
+        (loss, top1, top5, images), data, communication = epoch.end_line(totals.tolist())
         images = max(1, images)  # all images since the last line may be damaged
         loss = loss / images
         top1 = 100 * top1 / images
         top5 = 100 * top5 / images
 
         speed = epoch.speed(since)
-        data = shares["data_wait"]
-        communication = shares["communication"]
         parts = f"data {data:.1%}, compute {max(0, 1 - data - communication):.1%}"
         if self.communication or self.d.world_size == 1:
             parts += f", communication {communication:.1%}"
@@ -192,7 +191,7 @@ class Progress:
         if epoch.first_step < epoch.steps:  # otherwise an earlier process trained this epoch
             measured = epoch.record()
             speed = f" | {epoch.speed(epoch.warm):.0f} img/s, "
-            speed += f"{epoch.share('data_wait'):.1%} waiting for data"
+            speed += f"{epoch.waited / epoch.seconds:.1%} waiting for data"
         if evaluation:
             loss, top1, top5, images = evaluation
             self.print(

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.errors import lost_peer, one_line_errors
 from common.flags import Parser
 from common.setup_distributed import find_address, find_launcher
+from ddp.errors import lost_peer, one_line_errors
 from launch.checks import show, verdicts
 from launch.checks.all_reduce import measure, watch
 from launch.checks.facts import facts

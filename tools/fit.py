@@ -34,9 +34,9 @@ import torchvision
 from torch import nn
 from torch.nn import functional as F
 
-from common import sharded
 from common.errors import UserError, one_line, one_line_errors
 from common.flags import Parser, add_flags, number, whole_number
+from fsdp import sharded
 from tools.planning.layers import build_on_meta
 
 FLOAT32 = 4  # bytes

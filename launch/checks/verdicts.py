@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import lost_peer
+from ddp.errors import lost_peer
 from launch.checks import messages
 
 RESNET50 = 25_557_032 * 4  # bytes of its float32 gradients; number of weights: torchvision

@@ -1,13 +1,17 @@
-"""Which room of the house may import which: the rule at the top of CONTRIBUTING.md."""
+"""Which room of the house may import which, and how large some are: see CONTRIBUTING.md."""
 
 import ast
+import subprocess
+import sys
 
 from processes import ROOT
 
-CORE = ("common", "imagenet", "template")
+CORE = ("common", "ddp", "fsdp", "imagenet", "template")
 ROOMS = {  # folder, or beginning of its path: what it may import beside the core
     "0": (),
     "common/": (),
+    "ddp/": (),
+    "fsdp/": (),
     "imagenet/": (),
     "template/": (),
     "launch/": ("launch",),
@@ -43,3 +47,34 @@ def test_the_core_imports_nothing_else_and_no_other_room_imports_tools():
                 if not name.startswith(tuple(f"{allowed}." for allowed in (*CORE, *also))):
                     wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong
+
+
+# What a learner of 01 may read: all that it imports. Other data sets, and the hints that an error
+# gives, are imported when they are needed.
+BEHIND_01 = [
+    "console",
+    "data",
+    "errors",
+    "flags",
+    "memory",
+    "models",
+    "records",
+    "report",
+    "shapes",
+]
+
+
+def test_01_stands_on_at_most_1200_lines_without_ranks():
+    program = "import runpy, sys; runpy.run_path('01_snsc.py'); print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [ROOT / f"{name.replace('.', '/')}.py" for name in done.stdout.split()]
+    reached = sorted(path for path in paths if path.exists())
+    assert reached == [ROOT / f"common/{name}.py" for name in BEHIND_01]
+    texts = [path.read_text() for path in (ROOT / "01_snsc.py", *reached)]
+    assert sum(text.count("\n") for text in texts) <= 1200
+    assert not any("torch.distributed" in text for text in texts)
+
+
+def test_common_has_at_most_2000_lines():
+    assert sum(path.read_text().count("\n") for path in (ROOT / "common").glob("*.py")) <= 2000

@@ -33,10 +33,10 @@ from ranks import Ranks
 from torch import nn
 from torch.utils.data import WeightedRandomSampler
 
-from common.ddp_flags import parse_spawn_args
 from common.machine import free_port
 from common.setup_distributed import meet as meet_others
 from common.setup_distributed import setup_device, setup_distributed
+from ddp.flags import parse_spawn_args
 from imagenet.checks import check_restarts
 from launch.checks.starting import check_start, open_store
 from tools.lab import hosts as hosts_module

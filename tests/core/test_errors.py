@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 from processes import ROOT, finished, start
 
-from common import errors
-from common.errors import UserError, lost_peer, one_line_errors
+from common.errors import UserError
 from common.setup_distributed import cleaned_up
+from ddp.errors import lost_peer, one_line_errors
 
 
 class Ended(BaseException):
@@ -27,7 +27,7 @@ def a_rank_of_two(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(errors.os, "_exit", end)
+    monkeypatch.setattr("os._exit", end)
     monkeypatch.setattr(sys, "argv", ["folder/train.py"])
 
 
@@ -129,7 +129,7 @@ def test_a_lost_connection_of_any_backend_is_a_lost_rank():
 LINES = 15  # of a terminal that a reader sees first
 WRONG_FLAG = """\
 import os, runpy, sys
-from common import errors
+from ddp import errors
 
 errors.PATIENCE = {patience}
 sys.argv = [{script!r}, "--epochs", "1", *(["--lr", "fast"] if {condition} else [])]

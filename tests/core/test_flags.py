@@ -14,8 +14,9 @@ import torch.distributed as dist
 from imagenet_runs import final, parse_06, script
 from rungs import flags as shared_flags
 
-from common import ddp_flags
 from common.flags import output_file
+from ddp.flags import parse_ddp_args, parse_spawn_args
+from fsdp.flags import parse_fsdp_args
 
 # 01 to 05
 
@@ -184,10 +185,10 @@ def test_two_ranks_may_try_the_same_new_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("parse_args", "variable", "flags"),
     [
-        (ddp_flags.parse_ddp_args, "WORLD_SIZE", []),
-        (ddp_flags.parse_ddp_args, "SLURM_STEP_NUM_TASKS", []),
-        (ddp_flags.parse_fsdp_args, "WORLD_SIZE", []),
-        (ddp_flags.parse_spawn_args, None, ["--nodes", "3", "--nproc-per-node"]),
+        (parse_ddp_args, "WORLD_SIZE", []),
+        (parse_ddp_args, "SLURM_STEP_NUM_TASKS", []),
+        (parse_fsdp_args, "WORLD_SIZE", []),
+        (parse_spawn_args, None, ["--nodes", "3", "--nproc-per-node"]),
     ],
 )
 def test_a_batch_that_the_processes_cannot_share_is_refused(

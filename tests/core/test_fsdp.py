@@ -22,9 +22,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.tensor import DTensor
 
-from common import models, sharded
+from common import models
 from common.errors import UserError
 from common.models import CifarResNet20, MnistNet, SmallNet
+from fsdp import sharded
 
 IMAGES = 128
 STEPS = 4  # per epoch

@@ -31,6 +31,7 @@ from torch.nn.functional import cross_entropy
 from common import report
 from common.memory import MemoryImages
 from common.models import MnistNet, SmallNet
+from ddp import report as ddp_report
 from imagenet import clocks, datasets, progress
 from imagenet.checkpoint_file import decode, read_file
 from imagenet.sampler import GlobalBatchSampler
@@ -87,7 +88,7 @@ def prepare_rank_of_03(folder, rank):
     clock = Clock()
     report.time = clock
     # As where torchrun starts a rank:
-    report.multiprocessing = SimpleNamespace(parent_process=lambda: None)
+    ddp_report.multiprocessing = SimpleNamespace(parent_process=lambda: None)
     steps = []
 
     def fetch(self, indices, original=MemoryImages.__getitems__):

@@ -10,9 +10,10 @@ import torch
 from rungs import flags
 
 from common import report as report_module
-from common.console import host_lines, memory_used
+from common.console import memory_used
 from common.records import append_record, count_repeats
 from common.report import Report, warmup_steps
+from ddp.report import host_lines
 
 
 @pytest.fixture
@@ -42,8 +43,8 @@ def test_a_terminal_shows_a_progress_bar_and_a_file_and_other_ranks_do_not(clock
     for output, rank in ((Terminal(), 0), (io.StringIO(), 0), (Terminal(), 1)):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", output)
-            report = Report(flags("--print-every", 2), torch.device("cpu"))
-            report.console.rank = rank
+            device = torch.device("cpu")
+            report = Report(flags("--print-every", 2), device, is_main=rank == 0)
             train_epoch(report, clock, steps=5)
         text = output.getvalue()
         lines = re.findall(r"== step: \[ +(\d)/5\].* img/s\n", text)

@@ -16,8 +16,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in 
 import preflight
 import torch
 
-from common.errors import one_line_errors
 from common.setup_distributed import find_launcher
+from ddp.errors import one_line_errors
 from launch.checks import all_reduce, infiniband, messages
 from launch.checks import facts as facts_module
 

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from common.errors import lost_peer
+from ddp.errors import lost_peer
 
 SHORT = datetime.timedelta(seconds=2)
 

@@ -20,7 +20,8 @@ from common.machine import free_port
 ROOT = Path(__file__).resolve().parents[2]
 # What a rank imports, and what torch imports late; without modules that install signal handlers.
 PRELOAD = ["torch.distributed.fsdp"]
-PRELOAD += ["common.data", "common.models", "common.report", "common.flags", "common.sharded"]
+PRELOAD += ["common.data", "common.models", "ddp.report", "ddp.flags"]
+PRELOAD += ["common.torchvision_sets", "common.folder", "fsdp.flags", "fsdp.sharded"]
 PRELOAD += ["imagenet.flags", "imagenet.loader", "imagenet.checks", "imagenet.sampler"]
 PRELOAD += ["imagenet.votes", "imagenet.model", "imagenet.progress"]
 

@@ -13,9 +13,9 @@ from launchers import slurm_step
 from processes import ROOT
 from ranks import Ranks
 
-from common import report
 from common.flags import shared_flags
 from common.machine import PORTS, free_port
+from ddp import report
 
 SCRIPTS = [
     "01_snsc.py",

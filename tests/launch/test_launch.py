@@ -14,9 +14,9 @@ from launchers import TRAIN
 from processes import ROOT, finished, gone, read_until, start, start_copy, workers
 from rungs import QUICK, parse
 
-from common.ddp_flags import parse_ddp_args
 from common.flags import parse_args
 from common.machine import free_port
+from ddp.flags import parse_ddp_args
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 LAUNCH = {
@@ -47,18 +47,13 @@ def test_a_rung_under_max_restarts_says_that_it_begins_again(monkeypatch, capsys
         assert capsys.readouterr().err.count(expected) == lines
 
 
-LAUNCHED = {"WORLD_SIZE": "RANK", "SLURM_STEP_NUM_TASKS": "SLURM_PROCID"}
-LAUNCHED |= {"OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
-
-
 def test_several_copies_of_01_say_that_each_trains_alone(environment, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["01_snsc.py"])
-    for size, rank in LAUNCHED.items():
+    for size in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        environment(**{size: 2})
+        parse_args("")
         expected = f"{size}=2: each copy trains alone; 03_mnmc_ddp_launch.py shares the work"
-        for value, lines in ((0, 1), (1, 0)):
-            environment(**{size: 2, rank: value})
-            parse_args("")
-            assert capsys.readouterr().err.count(expected) == lines
+        assert expected in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -340,11 +340,12 @@ def test_unusable_gpus_are_a_failure_unless_they_are_hidden(monkeypatch, tmp_pat
 def test_the_code_differs_if_a_file_of_any_folder_does(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "ROOT", tmp_path)
     hashes = {facts.code_hash()}
-    for folder in (".", "common", "imagenet", "launch", "launch/checks"):
+    folders = (".", "common", "ddp", "fsdp", "imagenet", "launch", "launch/checks")
+    for folder in folders:
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "a.py").write_text(folder)
         hashes.add(facts.code_hash())
-    assert len(hashes) == 6
+    assert len(hashes) == 1 + len(folders)
 
 
 def test_a_rank_tells_only_the_listed_variables(monkeypatch):

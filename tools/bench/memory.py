@@ -45,12 +45,12 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import sharded
-from common.errors import one_line_errors
 from common.flags import Parser, output_file, whole_number
 from common.records import environment
 from common.report import synchronize
 from common.setup_distributed import cleaned_up, setup_distributed
+from ddp.errors import one_line_errors
+from fsdp import sharded
 from tools import fit
 from tools.bench.measure import pick_device, run_ranks
 from tools.planning.layers import build as build_model

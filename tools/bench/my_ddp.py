@@ -32,9 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.data import build_datasets
-from common.errors import UserError, one_line_errors
+from common.errors import UserError
 from common.models import build_model
 from common.setup_distributed import cleaned_up, setup_distributed
+from ddp.errors import one_line_errors
 from exercises import patch
 from exercises.texts import FOLDERS
 from tools.bench.measure import WARMUP, fields, first_batch, parse_args, step_seconds

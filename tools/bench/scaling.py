@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.data import build_datasets
-from common.errors import one_line_errors
 from common.report import synchronize
 from common.setup_distributed import cleaned_up, setup_distributed
+from ddp.errors import one_line_errors
 from tools.bench.measure import (
     WARMUP,
     build_step,

@@ -22,10 +22,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import one_line_errors
+from common.flags import Parser
 from common.records import peak_memory
 from imagenet.flags import (
     AMP_DTYPES,
-    Parser,
     add_machine_flags,
     check_machine_flags,
     output_file,
