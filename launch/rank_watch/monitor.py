@@ -1,12 +1,13 @@
 """Read what the ranks record, find out whether they hang, and print the findings.
 
-Rank 0 starts this process: monitor.py LISTENER TOKEN WORLD_SIZE. It outlives a rank that
+Rank 0 starts this process: monitor.py LISTENER TOKEN WORLD_SIZE PID. It outlives a rank that
 aborts, so that what was seen is not lost.
 """
 
 import contextlib
 import functools
 import json
+import os
 import selectors
 import signal
 import socket
@@ -24,6 +25,7 @@ from rank_watch.watched.collectives import explain_failure
 SILENCE = 2  # seconds without a step of any rank, after which they are asked where they are
 STILL = 30  # seconds without any use of the CPU, after which a rank does not go on by itself
 ARRIVAL = 120  # seconds in which all ranks must connect
+FAREWELL = 8  # seconds to go on after the process that started this one, rank 0, has ended
 
 
 class Rank:
@@ -73,7 +75,7 @@ class Rank:
 
 
 class Monitor:
-    def __init__(self, listener, token, world_size):
+    def __init__(self, listener, token, world_size, parent=None):
         self.listener = listener
         self.token = token
         self.world_size = world_size
@@ -83,6 +85,8 @@ class Monitor:
         self.last_event = time.monotonic()
         self.last_question = 0
         self.difference = None  # seen in the last answers: reported if the next ones repeat it
+        self.parent = parent or os.getppid()
+        self.orphan_since = None  # when rank 0 had ended
 
     def run(self):
         """Collect events until all ranks are done, or hang."""
@@ -104,6 +108,10 @@ class Monitor:
             elif now - started > ARRIVAL:
                 missing = set(range(self.world_size)) - self.ranks.keys()
                 hang = f"{join(missing)} did not connect to rank 0: is another port closed?"
+            if os.getppid() != self.parent:
+                self.orphan_since = self.orphan_since or now
+                if now - self.orphan_since > FAREWELL:
+                    hang = ""
         self.finish(hang)
 
     def accept(self):
@@ -180,6 +188,9 @@ class Monitor:
 
     def finish(self, hang):
         """Print the findings, and tell all ranks to end."""
+        if not self.ranks:
+            print("\nrank 0 was killed or has aborted before a rank connected", flush=True)
+            return
         runs = [Run(number, rank.events) for number, rank in sorted(self.ranks.items())]
         for run in runs:
             rank = self.ranks[run.rank]
@@ -252,7 +263,9 @@ def failures_of(runs, hang):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the ranks, and then this process
-    descriptor, token, world_size = sys.argv[1:]
+    # What ends the ranks ends this process once it has reported.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    descriptor, token, world_size, parent = sys.argv[1:]
     listener = socket.socket(fileno=int(descriptor))
-    Monitor(listener, token, int(world_size)).run()
+    Monitor(listener, token, int(world_size), int(parent)).run()

@@ -126,10 +126,11 @@ class Recorder:
             listener = socket.create_server(("", 0), backlog=self.world_size)
             token = secrets.token_hex(16)
             monitor = Path(__file__).with_name("monitor.py")
-            arguments = [listener.fileno(), token, self.world_size]
+            arguments = [listener.fileno(), token, self.world_size, os.getpid()]
             subprocess.Popen(
                 [sys.executable, str(monitor), *map(str, arguments)],
                 pass_fds=[listener.fileno()],
+                start_new_session=True,  # a launcher that ends this rank ends its process group
                 stdin=subprocess.DEVNULL,
             )
             port = listener.getsockname()[1]
@@ -276,7 +277,8 @@ def watch(function):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-        recorder.finish("failed" if code else "end", error=f"exit code {code}", line=own_line())
+        line = own_line_of_error(error)
+        recorder.finish("failed" if code else "end", error=f"exit code {code}", line=line)
     except BaseException as error:
         code = 1
         if not recorder.verdict:  # else the run is over, and other ranks have ended

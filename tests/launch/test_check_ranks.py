@@ -1031,6 +1031,49 @@ def test_torchrun_prints_the_findings_last(tmp_path):
     assert code == 1 and "  traceback : found: two ranks read the same samples" in last, output
 
 
+EVALUATES = RIGHT[RIGHT.index("    for buffer in") : RIGHT.index("    if rank == 0:")]
+ON_RANK_0 = """\
+    if rank == 0:
+        for buffer in list(net.buffers())[:2]:
+            dist.broadcast(buffer, 0)
+"""
+BUSY = "        import time\n        time.sleep(60)\n"
+# name: (what is replaced in RIGHT, by what, what the checker says)
+ENDS = {
+    "gloo aborts rank 1, whose forward pass meets a broadcast of the evaluation on rank 0": (
+        (EVALUATES, ON_RANK_0 + BUSY),
+        r"found: the ranks called different collectives: rank 0: broadcast at train.py:31; "
+        r"rank 1: a forward pass of DistributedDataParallel at train.py:24",
+    ),
+    "a rank is killed": (
+        (
+            "    ddp.eval()",
+            f"    if rank == 0:\n{BUSY}    import os\n    os.kill(os.getpid(), 9)",
+        ),
+        r"rank 1 was killed or has aborted after 8 training steps",
+    ),
+    "a rank exits": (
+        ("    ddp.eval()", "    if rank == 1:\n        raise SystemExit(3)"),
+        r"rank 1 failed after 8 training steps: exit code 3 \(train.py:29\)",
+    ),
+    "a rank ends early": (
+        ("    ddp.eval()", "    if rank == 1:\n        raise SystemExit"),
+        r"found: the ranks wait for each other for ever: rank 0 in call \d+ .*; rank 1 did not",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDS)
+def test_a_run_that_ends_early_gets_a_verdict(name, tmp_path):
+    change, expected = ENDS[name]
+    (tmp_path / "train.py").write_text(script_with([change]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    code, output = launched([*torchrun, CHECK, "train.py"], tmp_path)
+    assert code == 1 and re.search(f"^{expected}", output, re.M), output
+    assert "ok: " not in output
+
+
 @pytest.mark.slow
 def test_processes_of_mp_spawn_are_watched(tmp_path):
     flags = ["--nproc-per-node", 2, "--arch", "small_net", "--limit", 2000]
