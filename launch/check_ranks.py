@@ -22,7 +22,7 @@ os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 # Behind the reader's own modules. mp.spawn gives this path to the processes that it starts.
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from rank_watch import script
+from rank_watch import on_cpu, script
 from rank_watch.recorder import Recorder, watch
 
 
@@ -44,6 +44,11 @@ def parse_args():
         help="end each pass over a DataLoader after N batches, to see several epochs, an "
         "evaluation and a checkpoint soon; 0: do not (default: 0)",
     )
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="run a script that asks for GPUs on the CPU: devices, nccl, mixed precision",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
     parser.add_argument("script", help="the training script, and its own flags after it")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -58,6 +63,8 @@ def main():
         )
     # A run that ends after some steps leaves semaphores, of which Python would warn.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    if args.cpu:
+        on_cpu.install()
     Recorder(args.steps, args.epoch_steps).install()
     sys.argv = [args.script, *args.flags]
     if args.module:

@@ -67,7 +67,12 @@ def main():
 
 
 def run(command):
-    """Run a script in this process, with a thread that answers questions."""
+    """Run a script in this process, with a thread that answers questions.
+
+    After --cpu, a script that asks for GPUs runs on the CPU.
+    """
+    cpu = command[0] == "--cpu"
+    command = command[cpu:]
     script.exit_unless_python(
         command[0], "torchrun --nproc-per-node=2 launch/why_hang.py run train.py"
     )
@@ -80,7 +85,18 @@ def run(command):
     write(FOLDER / f"rank-{rank}.json", me)
     threading.Thread(target=answer, args=(me,), daemon=True).start()
     sys.argv = command
-    script.run(command[0])
+    from rank_watch import on_cpu  # torch reads the variable above when it is imported
+
+    if cpu:
+        on_cpu.install()
+    try:
+        script.run(command[0])
+    except Exception as error:
+        line = on_cpu.explain(error, "why_hang.py", "torchrun ... launch/why_hang.py run")
+        if line is None:
+            raise
+        script.say(line)
+        sys.exit(1)
 
 
 def answer(me):

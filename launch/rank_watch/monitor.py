@@ -250,6 +250,8 @@ def failures_of(runs, hang):
     if any(run.end and "KeyboardInterrupt" in run.end.get("error", "") for run in runs):
         return ["interrupted"]
     for run in runs:
+        if needs_gpu := run.end and run.end.get("needs_gpu"):
+            return [needs_gpu]
         if run.end and "StopIteration" in run.end.get("error", "") and run.is_cut:
             return ["the script counts its batches itself: expected a run without --epoch-steps"]
         steps = f"after {len(run.steps)} training steps"

@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import os
-import re
 import secrets
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_watch import watched
+from rank_watch import on_cpu, watched
 from rank_watch.hashes import (
     fingerprints,
 )
@@ -32,11 +31,7 @@ from rank_watch.places import (
 from rank_watch.script import rank, say, write_error_file
 
 PATIENCE = 5  # seconds to connect to the monitor
-GPU_ERROR = re.compile("CUDA|NCCL|NVIDIA|device_ids", re.IGNORECASE)
-NO_GPU = (
-    "check_ranks.py: the script asks for a GPU, and PyTorch sees none: expected "
-    'init_process_group("gloo"), and the model and the data on the CPU (docs/check-ranks.md)'
-)
+COMMAND = "torchrun --nproc-per-node=2 launch/check_ranks.py"
 
 exit_process = os._exit
 recorder = None  # of this process
@@ -222,11 +217,15 @@ class Recorder:
         self.rank = rank()
         text = (
             "check_ranks.py: one process, so there are no ranks to compare: expected two or more; "
-            "torchrun --nproc-per-node=2 launch/check_ranks.py train.py; with one GPU, on the CPU: "
-            "CUDA_VISIBLE_DEVICES= torchrun ..."
+            f"{COMMAND} train.py; with one GPU, on the CPU: {COMMAND} --cpu train.py"
         )
         if count > 1 and dist.is_initialized():
             text = "check_ranks.py: the process group was made in a way that is not watched"
+        elif count > 1 and not self.all_steps and not torch.cuda.is_available():
+            text = (
+                "check_ranks.py: the script ended before it made a process group or a training "
+                f"step. If it looks for GPUs: {COMMAND} --cpu train.py"
+            )
         elif count > 1:
             text = (
                 f"found: {self.all_steps} training steps, and no process group: the script "
@@ -259,6 +258,8 @@ class Watched:
 
     def __call__(self, *args):
         if recorder is None:
+            if on_cpu.VARIABLE in os.environ:
+                on_cpu.install()
             Recorder(*self.options).install()
         else:  # this process is a fork
             recorder.pid, recorder.thread = os.getpid(), threading.get_ident()
@@ -281,11 +282,15 @@ def watch(function):
         recorder.finish("failed" if code else "end", error=f"exit code {code}", line=line)
     except BaseException as error:
         code = 1
-        if not recorder.verdict:  # else the run is over, and other ranks have ended
+        needs_gpu = on_cpu.explain(error, "check_ranks.py", COMMAND)
+        if not recorder.verdict and not needs_gpu:  # else other ranks have ended the run
             print_error(error)
-        recorder.finish("failed", error=one_line(error), line=own_line_of_error(error))
-        if GPU_ERROR.search(str(error)) and not torch.cuda.is_available():
-            say(NO_GPU)
+        values = {"line": own_line_of_error(error), "needs_gpu": needs_gpu}
+        recorder.finish("failed", error=one_line(error), **values)
+        if needs_gpu and recorder.connection:  # the monitor has printed it
+            write_error_file(needs_gpu)
+        elif needs_gpu:
+            say(needs_gpu)
     code = recorder.exit_code(code)
     if code:
         flush_files()

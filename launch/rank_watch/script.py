@@ -45,6 +45,8 @@ def say(text):
     """Print a line on rank 0, and let torchrun print it last, as the cause."""
     if rank() == 0:
         print(text, file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)  # a launcher that sees this process fail ends rank 0, before it prints
     write_error_file(text)
 
 
