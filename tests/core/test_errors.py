@@ -28,6 +28,7 @@ def a_rank_of_two(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr("os._exit", end)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's begins with the rank
     monkeypatch.setattr(sys, "argv", ["folder/train.py"])
 
 
