@@ -30,7 +30,6 @@ from ddp.errors import lost_peer, one_line_errors
 from launch.checks import show, verdicts
 from launch.checks.all_reduce import measure, watch
 from launch.checks.facts import facts
-from launch.checks.infiniband import check_infiniband
 from launch.checks.messages import Pulse, collect, wait_for
 from launch.checks.network import Attempt, Listener, connect_to_all
 from launch.checks.starting import check_start, open_store, processes_here
@@ -137,7 +136,6 @@ def lead(store, me, world_size, work, args):
         verdicts.check_clocks(all_facts, clocks),
         verdicts.check_shared_memory(all_facts),
         verdicts.check_threads(all_facts),
-        check_infiniband(all_facts),
     ]
     store.set("plan", json.dumps("measure" if can_measure else "stop"))
     times = None

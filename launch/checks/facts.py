@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from common.records import driver_version
 from common.setup_distributed import LaunchError, setup_device
-from launch.checks.infiniband import infiniband_facts
 
 ROOT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # the request for an interface's address; in linux/sockios.h
@@ -68,7 +67,6 @@ def facts(launcher, rank, world_size, local_rank, local_world_size):
         "threads": torch.get_num_threads(),
         "cores": cores(),
         "driver": driver_version(),
-        "infiniband": infiniband_facts(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 

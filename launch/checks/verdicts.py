@@ -22,18 +22,6 @@ class Check(NamedTuple):
     change: str = ""  # the line that mends it
 
 
-def worst(name, faults):
-    """Return the Check of the worst fault, which says how many others there are.
-
-    Args:
-        name: str.
-        faults: list of (verdict, what was found, what to do).
-    """
-    verdict, found, change = min(faults, key=lambda fault: fault[0] != "FAIL")
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return Check(name, verdict, found + more, change)
-
-
 def check_ranks(all_facts, world_size):
     """All ranks answered, and no two claim to be the same."""
     present = group(all_facts, "rank")

@@ -247,5 +247,5 @@ def test_the_template_resumes_with_each_rank_on_its_own_device(accelerator, tmp_
 def test_preflight_checks_the_devices(accelerator):
     command = [sys.executable, *TORCHRUN, "launch/preflight.py"]
     output = output_of(command, accelerator.environment(2))
-    assert "preflight: 0 of 13 checks failed, 0 with a warning" in output
+    assert "preflight: 0 of 12 checks failed, 0 with a warning" in output
     assert "pretend:1 (pretend accelerator)" in output

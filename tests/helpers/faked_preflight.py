@@ -1,10 +1,9 @@
 """Run launch/preflight.py with the faults of rank 1, or FAKE_RANK, that FAKE names.
 
-"machine" is of all ranks.
+FAKE_SILENCE is how many seconds all ranks wait for an answer.
 """
 
 import os
-import resource
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ import torch
 
 from common.setup_distributed import find_launcher
 from ddp.errors import one_line_errors
-from launch.checks import all_reduce, infiniband, messages
+from launch.checks import all_reduce, messages
 from launch.checks import facts as facts_module
 
 
@@ -29,24 +28,12 @@ def end(signal_number):
     return lambda *_: os.kill(os.getpid(), signal_number)
 
 
-def machine():
-    """Give this machine the adapters and limits that the folder FAKE_MACHINE describes."""
-    folder = Path(os.environ["FAKE_MACHINE"])
-    infiniband.ADAPTERS = folder / "class"
-    infiniband.DEVICES = folder / "dev"
-    infiniband.STATUS = folder / "status"
-    infiniband.LIBRARY = "libc.so.6"
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, 2**16))
-    messages.SILENCE = int(os.environ.get("FAKE_SILENCE", 10))
-
-
 def fail(*_):
     """Fail as the first use of a GPU with broken memory."""
     raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might")
 
 
 FAKES = {
-    "machine": machine,
     "torch": lambda: setattr(torch, "__version__", "2.6.0+cu124"),
     "code": lambda: setattr(facts_module, "code_hash", lambda: "0badc0de"),
     "clock": lambda: setattr(preflight, "time", SimpleNamespace(time=lambda: time.time() + 20)),
@@ -58,7 +45,8 @@ FAKES = {
 if __name__ == "__main__":
     with one_line_errors():
         _, rank, *_ = find_launcher()
-        for fake in filter(None, os.environ.get("FAKE", "").split(",")):
-            if fake == "machine" or rank == int(os.environ.get("FAKE_RANK", 1)):
+        messages.SILENCE = int(os.environ.get("FAKE_SILENCE", messages.SILENCE))
+        if rank == int(os.environ.get("FAKE_RANK", 1)):
+            for fake in filter(None, os.environ.get("FAKE", "").split(",")):
                 FAKES[fake]()
         preflight.main()
