@@ -416,12 +416,12 @@ def forms(output):
     """The lines of an output that report, with # for each number: what stays the same in a run of
     another size.
     """
-    # The outputs in the book were recorded before an evaluation printed its loss.
-    output = re.sub(r"(== test: \[\d+/\d+\]) \| loss: [\d.]+", r"\1", output)
     lines = [
         line for line in output.splitlines() if re.search(r"== |^done|global batch|error: ", line)
     ]
-    return {re.sub(r"[\d.,]+%?", "#", " ".join(line.split())).replace("[ ", "[") for line in lines}
+    plain = [re.sub(r"[\d.,]+%?", "#", " ".join(line.split())).replace("[ ", "[") for line in lines]
+    # a slow machine needs minutes where another one needs seconds
+    return {re.sub(r"# (s|min|h # min) left", "# s left", line) for line in plain}
 
 
 def recorded(text):
