@@ -18,7 +18,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 from rank_watch.hooks import replace
-from rank_watch.places import is_own, own_line_of_error
+from rank_watch.places import is_own, one_line, own_line_of_error
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -74,7 +74,7 @@ def explain(error, tool, command):
 
     `command` starts the tool, for a flag --cpu after it.
     """
-    text = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    text = one_line(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame.line for frame in frames if is_own(frame.filename)][-1:]
     searched = " ".join([text, *own] if isinstance(error, AssertionError) else [text])

@@ -38,6 +38,11 @@ def own_line():
     return ""
 
 
+def one_line(error):
+    """Return the kind and the first line of an exception, as Python prints it."""
+    return traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+
+
 def own_line_of_error(error):
     """Return "file:line" of the innermost frame of an exception in the reader's code, or ""."""
     frames = [

@@ -17,12 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rank_watch import on_cpu, watched
-from rank_watch.hashes import (
-    fingerprints,
-)
 from rank_watch.hooks import replace
 from rank_watch.places import (
     is_own,
+    one_line,
     own_line,
     own_line_of_error,
     place_of_thread,
@@ -79,8 +77,6 @@ class Recorder:
             replace(owner, "start_processes", self.start_processes)
         for kind in watched.KINDS:
             kind.install(self)
-
-    fingerprints = staticmethod(fingerprints)
 
     def join(self, real, *args, **kwargs):
         if self.connection or dist.is_initialized() or os.getpid() != self.pid:
@@ -311,10 +307,6 @@ def print_error(error):
     while trace and not is_own(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     traceback.print_exception(type(error), error, trace or error.__traceback__)
-
-
-def one_line(error):
-    return traceback.format_exception_only(error)[-1].strip().splitlines()[0]
 
 
 def calls_so_far(at):

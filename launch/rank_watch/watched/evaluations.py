@@ -60,7 +60,9 @@ def in_parts(runs):
 
 def evaluations(run, all_write):
     """Yield (line, [(collective, number of elements)]) of each evaluation after a training step."""
-    line, calls, has_trained = None, [], False
+    line = None
+    calls = []
+    has_trained = False
     for kind, what, size in run.story:
         if kind == "evaluates":
             line, calls = what, []
@@ -71,7 +73,8 @@ def evaluations(run, all_write):
         else:  # it trains again, or the script ends
             if line and has_trained:
                 yield line, calls
-            line, calls, has_trained = None, [], True
+            line = None
+            has_trained = True
 
 
 def check_evaluation(runs, judgment):

@@ -4,14 +4,14 @@ import sys
 
 from rank_watch.places import own_line
 
-torch = sys.modules.get("torch")
+if torch := sys.modules.get("torch"):
+    from rank_watch.hashes import parameters_of
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def install(recorder):
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
     def after_step(optimizer, args, kwargs):  # LBFGS computes its gradients in the step
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         recorder.add(
             "gradients",
             name=type(optimizer).__name__,

@@ -7,16 +7,16 @@ from rank_watch.compare import different_places
 from rank_watch.hooks import after_import, replace
 from rank_watch.places import own_line
 
-torch = sys.modules.get("torch")
+if torch := sys.modules.get("torch"):
+    from rank_watch.hashes import fingerprints, parameters_of
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 def install(recorder):
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
     def shard(real, module, *args, **kwargs):
         parameters = [] if isinstance(module, list) else module.parameters()
         whole = [parameter for parameter in parameters if parameter.device.type != "meta"]
-        recorder.add("shard", line=own_line(), weights=recorder.fingerprints(whole))
+        recorder.add("shard", line=own_line(), weights=fingerprints(whole))
         return real(module, *args, **kwargs)
 
     def replicate(real, *args, **kwargs):
@@ -28,7 +28,7 @@ def install(recorder):
         return real(*args, **kwargs)
 
     def before_step(optimizer, args, kwargs):
-        if weights := replicated_shards(optimizer, recorder.fingerprints):
+        if weights := replicated_shards(optimizer):
             recorder.add("shards", line=own_line(), weights=weights)
 
     checkpoints = "torch.distributed.checkpoint"
@@ -43,11 +43,10 @@ def install(recorder):
     register_optimizer_step_pre_hook(before_step)
 
 
-def replicated_shards(optimizer, fingerprints):
+def replicated_shards(optimizer):
     """Return [(parameter and which shard of it, hash)] of the shards that other ranks hold too."""
     keys, tensors = [], []
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in enumerate(parameters):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         placements = getattr(parameter, "placements", ())
         if not any(placement.is_replicate() for placement in placements):
             continue
