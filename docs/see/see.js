@@ -1,4 +1,4 @@
-// Steps through the recorded scenes of scenes.js. A frame says what each rank does at one moment.
+// Steps through the recorded runs of runs.js. A frame says what each rank does at one moment.
 
 const COLORS = ["var(--rank0)", "var(--rank1)", "var(--rank2)", "var(--rank3)"];
 const $ = (id) => document.getElementById(id);
@@ -15,7 +15,8 @@ function make(tag, parent, properties = {}, ...children) {
 const say = (texts) => texts[state.language === "zh" ? 1 : 0];
 
 const scene = () => SCENES[state.scene];
-const run = () => scene().runs[state.option];
+const runs = () => RUNS[state.scene];
+const run = () => runs()[state.option];
 
 // Return the values of a rank at a frame: a frame holds only those that have changed.
 function valuesAt(rank, frame) {
@@ -123,7 +124,7 @@ function drawLanes() {
     if ("ms" in one) make("small", heading, { textContent: `${one.ms} ms` });
     make("p", lane, { className: "does", textContent: describe(rank, one, frame.hang) });
     const values = one.kind === "gone" ? {} : valuesAt(rank, state.frame);
-    for (const label of Object.keys(scene().watch)) {
+    for (const label of scene().watch) {
       if (values[label] != null) {
         drawValue(lane, label, values[label], label in (one.values ?? {}), scene().bars?.[label]);
       }
@@ -134,7 +135,7 @@ function drawLanes() {
 function drawCode() {
   const frame = run().frames[state.frame];
   const own = run().program.split("\n");
-  const first = SCENES[state.scene].runs[Object.keys(scene().runs)[0]].program.split("\n");
+  const first = Object.values(runs())[0].program.split("\n");
   $("code").replaceChildren();
   const begin = own.findIndex((line) => line.startsWith(`def ${scene().functions[0]}`) || line.startsWith("class "));
   const main = own.findIndex((line, index) => index > begin && line.startsWith("if __name__"));
@@ -188,7 +189,7 @@ function drawPage() {
   $("question").textContent = say(scene().questions?.[state.option] ?? scene().question);
   $("about").textContent = say(scene().about);
   $("switches").replaceChildren();
-  const options = Object.keys(scene().runs);
+  const options = Object.keys(runs());
   for (const option of options.length > 1 ? options : []) {
     const button = make("button", $("switches"), { type: "button", textContent: say(scene().options[option]) });
     button.setAttribute("aria-pressed", option === state.option);
@@ -202,7 +203,7 @@ function drawPage() {
 
 function show(name, option, frame = 0) {
   state.scene = name in SCENES ? name : Object.keys(SCENES)[0];
-  state.option = option in scene().runs ? option : Object.keys(scene().runs)[0];
+  state.option = option in runs() ? option : Object.keys(runs())[0];
   state.frame = frame;
   drawPage();
 }

@@ -27,7 +27,7 @@ from rungs import ALL_SCRIPTS, parse
 from torch.distributed.run import get_args_parser
 
 from imagenet.signals import EXIT_REQUEUE
-from tools import record_scenes, steps
+from tools import steps
 from tools.book import book, chinese, comments, gpu_figures
 from tools.book.pages import SEE_LINK, chinese_pages
 from tools.book.tables import speeds
@@ -175,13 +175,19 @@ def test_links_lead_to_a_file_or_a_heading():
             leads_on = there.exists() and there.is_relative_to(ROOT)
             if there == ROOT / "docs/see/index.html":  # a scene, its switch, a frame, a language
                 scene, switch, *_ = (anchor or "step/ddp").split("/")
-                leads_on = switch in record_scenes.scenes()[scene]["switches"]
+                leads_on = switch in runs_to_see()[scene]
                 anchor = ""
             if not leads_on or (anchor and anchor not in chinese.slugs(there)):
                 broken.append(f"{page.name}: {target}")
         links = SEE_LINK.finditer(text)
         broken += [f"{page.name}: open it from where? {link[0]}" for link in links if not link[3]]
     assert not broken
+
+
+def runs_to_see():
+    """{scene: its runs} of docs/see/."""
+    text = (ROOT / "docs/see/runs.js").read_text()
+    return json.loads(text.partition("const RUNS = ")[2].rstrip(";\n"))
 
 
 def test_no_line_of_a_page_is_a_comment_of_the_site():

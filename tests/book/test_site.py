@@ -7,10 +7,8 @@ import sys
 from urllib.parse import quote
 
 import pytest
-from needs import need_browser
+from needs import browser
 from processes import ROOT
-
-from tools.book.stills import browser
 
 PAGES = [
     "README",
@@ -47,7 +45,6 @@ SEARCHES = [  # folder, query, a page that it must find
 
 @pytest.mark.slow
 def test_the_site_is_built_and_shown_and_searched_in_both_languages(tmp_path):
-    need_browser()
     env = os.environ | {"VIRTUAL_ENV": sys.prefix}
     command = ["make", "site", f"SITE={tmp_path}"]
     end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)

@@ -162,7 +162,6 @@ def packages_of(file):
         ("tools/book/figures.py", "matplotlib", "pip install -r requirements-charts.txt"),
         ("tools/book/gpu_figures.py", "matplotlib", "pip install -r requirements-charts.txt"),
         ("tools/book/chinese.py", "markdown_it", "pip install -r requirements-dev.txt"),
-        ("tools/book/stills.py", "playwright", "pip install playwright"),
         ("tools/lab/slurm_cluster.py", "psutil", "pip install psutil"),
     ],
 )
