@@ -55,7 +55,7 @@ charts: $(VENV)/ready-charts  ## redraw docs/figures/ and notebooks/ from result
 			echo "drawing $$name from results/$$name/$(MACHINE).jsonl"; drawn=1; \
 			MACHINE=$(MACHINE) $(RUN) -m nbconvert --log-level=ERROR --to notebook --execute \
 				--ExecutePreprocessor.record_timing=False --output-dir $(EXECUTED) $$notebook; \
-		else echo "skipping $$name, which is not recorded: $(RUN) tools/experiments.py $$name --machine $(MACHINE)"; \
+		else echo "skipping $$name, which is not recorded: see results/README.md"; \
 		fi; \
 	done; [ "$$drawn" ] || { echo "make: nothing in results/ for MACHINE=$(MACHINE)" >&2; exit 2; }
 	$(if $(filter notebooks,$(EXECUTED)),$(RUN) tools/book/figures.py)

@@ -144,15 +144,6 @@ def resnet20(machine, args, repeat):
     return commands
 
 
-def scaling(machine, args, repeat):
-    """Seconds of all_reduce by size and number of processes; of a training step and its parts."""
-    flags = f"--batch-size 64{extra(args)} --seed {repeat}"
-    return [
-        f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/scaling.py {flags}"
-        for n in args.processes
-    ]
-
-
 def memory(machine, args, repeat):
     """Memory, bytes sent and images per second of DDP, ZeroRedundancyOptimizer and FSDP."""
     size, steps = (4, 3) if machine.device == "cpu" else (64, 20)
@@ -164,15 +155,6 @@ def memory(machine, args, repeat):
             f"{args.arch or 'vit_b_32'} --batch-size {size}",
             f"resnet18 --image-size 32 --batch-size {16 * size}",
         )
-    ]
-
-
-def my_ddp(machine, args, repeat):
-    """Time, messages and bytes of a training step with the DDP of the exercises and torch's."""
-    flags = f"--batch-size 32 --repeats 3{extra(args)} --seed {repeat}"
-    return [
-        f"OMP_NUM_THREADS=1 {TORCHRUN.format(n)}tools/bench/my_ddp.py {flags}"
-        for n in several(args)
     ]
 
 
@@ -188,9 +170,7 @@ EXPERIMENTS = {
     "syncbn": Experiment(syncbn, 3, [2, 4], 2),
     "resnet20": Experiment(resnet20, 1, [1, 2], 1),
     "accuracy": Experiment(accuracy, 1, [1, 2, 4, 8, 16], 2),
-    "scaling": Experiment(scaling, 3, [1, 2, 3, 4, 6, 8], 3),
     "memory": Experiment(memory, 2, [1, 2, 4], 2),
-    "my_ddp": Experiment(my_ddp, 3, [2], 2),
 }
 
 

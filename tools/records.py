@@ -95,7 +95,7 @@ def load(name, machine, columns, only=None):
         RecordError: there are no such records, or a column is missing or has another type.
     """
     path = Path(RESULTS, name, f"{machine}.jsonl")
-    record_some = f"record some: python tools/experiments.py {name} --machine {machine}"
+    record_some = "record some: see results/README.md"
     if not path.exists():
         choice = ""
         if others := [other.stem for other in files(name)]:

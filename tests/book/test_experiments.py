@@ -67,10 +67,10 @@ def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
     assert counts("speed", ONE_GPU) == {1}
     assert counts("accuracy", LAPTOP) == {2, 4, 8, 16}, "processes may share cores"
     assert counts("accuracy", BOX) == {2, 4, 8}
-    assert counts("scaling", LAPTOP, "--processes", 1, 5, 6) == {1, 5, 6}
+    assert counts("speed", LAPTOP, "--processes", 1, 5, 6) == {1, 5, 6}
     with pytest.raises(UserError, match="--processes 16: 8 GPUs here, and each process needs its"):
         commands("speed", BOX, "--processes", 16)
-    for name in ("syncbn", "accuracy", "scaling", "memory", "my_ddp"):
+    for name in ("syncbn", "accuracy", "memory"):
         found = rf"{name} needs \d processes or more, found 1 on 1 GPU: .*--processes 1 2 4"
         with pytest.raises(UserError, match=found):
             commands(name, ONE_GPU)

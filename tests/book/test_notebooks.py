@@ -131,7 +131,7 @@ def without(belongs):
             lambda lines: [{"command": "x"}],
             "line 1: no column 'device', but command",
         ),
-        ("scaling", lambda lines: [], "no such records.*: python tools/experiments.py scaling"),
+        ("scaling", lambda lines: [], "no such records.*record some: see results/README.md"),
         ("speed", added(model="mnist_net"), "mixes runs with model .*under another name"),
         ("accuracy", added(epoch=2, started="2026"), "mixes runs with epoch"),
         ("syncbn", without(lambda r: r["sync_bn"]), "nothing to draw for '.*with SyncBN.*'"),

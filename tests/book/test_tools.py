@@ -10,14 +10,11 @@ import sys
 import pytest
 import torch
 from processes import ROOT, finished, start
-from ranks import Ranks
 from rungs import ALL_SCRIPTS
 
 from common.errors import UserError
-from common.models import MnistNet
 from tools import demo, steps
 from tools.bench import input as input_bench
-from tools.bench import my_ddp
 from tools.records import checkpoint_seconds
 
 
@@ -235,21 +232,3 @@ def test_a_benchmark_prints_and_records_every_variant(
         speed = record["images_per_second"]
         assert speed > 0 and record["device_name"] and record["repeat"] == 0
         assert f"{speed:.0f}" in printed or f"{speed:.1f}" in printed, out
-
-
-@pytest.mark.slow
-@pytest.mark.rare
-def test_the_my_ddp_benchmark_counts_messages_bytes_and_state(tmp_path):
-    log = tmp_path / "bench.jsonl"
-    given = ["--arch", "mnist_net", "--batch-size", 2, "--repeats", 1, "--log-file", log]
-    ranks = Ranks(tmp_path, 2, given, script="tools/bench/my_ddp.py")
-    assert ranks.wait() == [0, 0], ranks.output()
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [record["variant"] for record in records] == list(my_ddp.variants())
-    messages = [record["messages"] for record in records]
-    torchs = messages[4]
-    assert 1 <= torchs <= 3 and messages == [0, 8, 8, 1, torchs, torchs + 8], "8 parameters"
-    size = sum(parameter.nbytes for parameter in MnistNet(3, (32, 32), 10).parameters())
-    assert [record["sent_bytes"] for record in records] == [0, size, size, size, size, 1.5 * size]
-    assert records[4]["state_bytes"] == [size, size]
-    assert sum(records[5]["state_bytes"]) == size and min(records[5]["state_bytes"]) > 0

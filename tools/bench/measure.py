@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torchvision
 from torch import nn
 
@@ -24,7 +23,6 @@ from common.report import synchronize, warmup_steps
 from tools.records import append, ratios, spread
 
 ROOT = Path(__file__).resolve().parents[2]
-TURNS, WARMUP = 10, 3  # of training steps
 
 
 def parse_args(doc, add_flags=lambda parser: None):
@@ -70,7 +68,7 @@ def first_batch(args, train_set, device):
     return normalize(images.to(device)), targets.to(device)
 
 
-def build_step(args, train_set, device, wrap=lambda model: model):
+def build_step(args, train_set, device):
     """Build a model and return a function that runs one training step: (images, targets) -> (loss,
     outputs).
 
@@ -78,11 +76,9 @@ def build_step(args, train_set, device, wrap=lambda model: model):
         args: Namespace of parse_args.
         train_set: data set, for the shape of its images and its number of classes.
         device: torch.device of the model; images and targets must be on it.
-        wrap: function that wraps the model, for example DistributedDataParallel.
     """
     torch.manual_seed(args.seed)
     model = build_model(args, train_set).to(device)
-    model = wrap(model)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
@@ -97,24 +93,6 @@ def build_step(args, train_set, device, wrap=lambda model: model):
         return loss, outputs
 
     return step
-
-
-def step_seconds(steps, device):
-    """Return {name: seconds of steps[name]()}, the median of TURNS turns.
-
-    The steps take turns, every second time in reverse order; all ranks start a turn together.
-    """
-    times = {name: [] for name in steps}
-    for turn in range(WARMUP + TURNS):
-        for name in list(steps)[:: -1 if turn % 2 else 1]:
-            dist.barrier()
-            synchronize(device)
-            begin = time.perf_counter()
-            steps[name]()
-            synchronize(device)
-            if turn >= WARMUP:
-                times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def timed(batches, step, device):

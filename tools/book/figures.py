@@ -7,7 +7,6 @@ make charts calls it. A test names the records that are newer than their figure.
 
 import sys
 from pathlib import Path
-from statistics import median
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "notebooks")]
@@ -90,33 +89,7 @@ def computed(run):
     return [*parts, run["computed_peak_bytes"] - sum(parts)]
 
 
-def my_ddp():
-    """Draw the time of a training step with DDP by hand, beside torch's: tools/bench/my_ddp.py."""
-    runs = ours("my_ddp")
-    variants = records.group(runs, "variant")
-    times = {
-        name: [1000 * run["seconds_per_step"] for run in same] for name, same in variants.items()
-    }
-    alone, *others = [median(measured) for measured in times.values()]
-    fig, ax = plt.subplots(figsize=(7.5, 2.7), layout="constrained")
-    ax.barh(range(len(times)), alone, 0.65, color=BLUE, label="computation")
-    exposed = [0, *(other - alone for other in others)]
-    label = "exposed communication"
-    ax.barh(range(len(times)), exposed, 0.65, left=alone, color=ORANGE, label=label)
-    for y, measured in enumerate(times.values()):
-        ax.plot([min(measured), max(measured)], [y, y], color="black", linewidth=1)
-    ax.set_yticks(range(len(times)), times)
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    ax.set(xlabel="milliseconds per training step: median, lowest and highest")
-    fig.legend(loc="outside lower center", ncols=2)
-    first = runs[0]
-    caption = f"{records.hardware(first)}, {first['world_size']} processes"
-    fig.suptitle(caption, size=9, color=GREY)
-    return fig
-
-
-DRAWN = {"resnet20": resnet20, "memory": memory, "my_ddp": my_ddp}
+DRAWN = {"resnet20": resnet20, "memory": memory}
 
 
 def main():
