@@ -124,7 +124,7 @@ def need(data, label):
     """
     if not data:
         raise RecordError(
-            f"nothing to draw for {label!r} on {MACHINE}: python tools/experiments.py --list"
+            f"nothing to draw for {label!r} on {MACHINE}: expected a record in results/"
         )
     return data
 

@@ -34,7 +34,7 @@ from common.errors import UserError, one_line_errors
 from common.flags import Parser, number
 from common.records import environment
 from tools.bench.measure import pick_device, write_images
-from tools.experiments import Machine, exit_on_signals
+from tools.experiments import exit_on_signals, machine_name
 from tools.records import RESULTS, RecordError, read
 
 
@@ -100,7 +100,22 @@ MEMORY = """
     python tools/bench/memory.py $VIT --processes $COUNTS $MEMORY \\
         --log-file "$OUT/memory/$NAME.jsonl"
 """
-SPEED = 'python tools/experiments.py speed --processes $COUNTS $SPEED --out "$OUT"'
+SPEED = """
+    for seed in 0 1; do
+        epochs="--limit 50000 --epochs"  # enough for ten seconds
+        all=$((256 * GPUS))
+        echo "python 01_snsc.py --batch-size 256 $epochs 8 --seed $seed"
+        gpus="CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((GPUS - 1)))"
+        echo "$gpus python 02_snmc_dp.py --batch-size $all $epochs 8 --seed $seed"
+        for n in $COUNTS; do
+            ddp="torchrun --nnodes=1 --nproc-per-node=$n 03_mnmc_ddp_launch.py"
+            echo "$ddp --batch-size $((256 * n)) $epochs $((8 * n)) --seed $seed"
+            echo "$ddp --batch-size 256 $epochs $((8 * n)) --seed $seed"
+        done
+        spawn="python 04_mnmc_ddp_mp.py --nproc-per-node $GPUS"
+        echo "$spawn --batch-size $all $epochs $((8 * GPUS)) --seed $seed"
+    done | python tools/experiments.py speed --commands - --machine "$NAME" --out "$OUT" $SPEED
+"""
 
 PROOFS = [
     Part("data", 10, "the images of --data are unpacked", UNPACK),
@@ -130,7 +145,7 @@ SIZES = {
     "INPUT": "--limit 25000 --epochs 4 --repeats 2",
     "CIFAR10": "--arch resnet18 --image-size 128 --epochs 30",
     "MEMORY": "--arch vit_b_16 --batch-size 64 --steps 20",
-    "SPEED": "--repeats 2",
+    "SPEED": "",
 }
 TINY = {
     "IMAGES": "$REHEARSAL",
@@ -365,15 +380,16 @@ def main(args):
 
 def run(args, out, sizes):
     """Run the parts in these sizes, and record them in the folder `out`."""
-    machine = Machine.here()
+    name = machine_name()
     # A number that divides the batch, as in tools/demo.py
-    devices = 1 if machine.device == "cpu" else max(n for n in (1, 2, 4, 8) if n <= machine.devices)
+    found = torch.accelerator.device_count()
+    devices = max(n for n in (1, 2, 4, 8) if n <= max(1, found))
     counts = "1" if devices == 1 else f"1 {devices}"
     variables = sizes | {"GPUS": str(devices), "COUNTS": counts}
-    variables |= {"DATA": os.path.abspath(args.data), "NAME": machine.name}
+    variables |= {"DATA": os.path.abspath(args.data), "NAME": name}
     variables |= {"OUT": os.path.relpath(out, ROOT)}  # for the commands in the records
     runner = Runner(
-        name=machine.name,
+        name=name,
         out=out,
         fields={"sizes": sizes} | environment(pick_device()),
         variables=variables,

@@ -1,6 +1,6 @@
 """tools/experiments.py: what is run, and what of it is recorded."""
 
-import re
+import json
 import shlex
 import signal
 import subprocess
@@ -13,24 +13,6 @@ from rungs import parse
 
 from common.errors import UserError
 from tools import experiments, records
-from tools.experiments import Machine
-
-LAPTOP = Machine("cpu", 2, "laptop")
-ONE_GPU = Machine("cuda", 1, "one-gpu")
-BOX = Machine("cuda", 8, "box")
-
-
-def asked(*given):
-    """The flags of tools/experiments.py."""
-    sys.argv[1:] = map(str, given)
-    return experiments.parse_args()
-
-
-@pytest.fixture(autouse=True)
-def own_flags(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["experiments.py"])
-    monkeypatch.setattr(experiments, "slurm_answers", lambda: True)
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture
@@ -39,77 +21,63 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
-def commands(name, machine, *given):
-    return experiments.plan(name, machine, asked(name, *given))
+@pytest.fixture
+def dry_run(monkeypatch, capsys):
+    """A function of flags that returns the lines that a dry run prints: a head, and commands."""
 
+    def dry_run(*given):
+        monkeypatch.setattr(sys, "argv", ["experiments.py", *map(str, given), "--dry-run"])
+        monkeypatch.chdir(ROOT)
+        experiments.main(experiments.parse_args())
+        return capsys.readouterr().out.splitlines()
 
-def counts(name, machine, *given):
-    """The numbers of processes in the commands of an experiment."""
-    text = " ".join(commands(name, machine, *given))
-    return {int(n) for n in re.findall(r"--nproc-per-node[= ](\d+)", text)}
+    return dry_run
 
 
 # What is run
 
 
-def test_every_command_is_one_that_its_script_takes(monkeypatch):
+def test_every_command_is_one_that_its_script_takes(monkeypatch, dry_run, tmp_path):
     for name in experiments.EXPERIMENTS:
-        for command in commands(name, LAPTOP, "--repeats", 1):
+        head, *commands = dry_run(name, "--out", tmp_path)
+        assert head.startswith(f"0 of {len(commands)} runs recorded in ") and len(commands) > 1
+        for command in commands:
             words = shlex.split(command)
             k = next(k for k, word in enumerate(words) if word.endswith(".py"))
-            args = parse(monkeypatch, *words[k:])
-            assert args.seed == 0 and args.log_file is None, command
+            assert parse(monkeypatch, *words[k:]).log_file is None, command
 
 
-def test_numbers_of_processes_fit_the_machine_or_are_asked_for():
-    assert counts("speed", LAPTOP) == {1, 2}
-    assert counts("speed", BOX) == {1, 2, 4, 8}
-    assert counts("speed", ONE_GPU) == {1}
-    assert counts("accuracy", LAPTOP) == {2, 4, 8, 16}, "processes may share cores"
-    assert counts("accuracy", BOX) == {2, 4, 8}
-    assert counts("speed", LAPTOP, "--processes", 1, 5, 6) == {1, 5, 6}
-    with pytest.raises(UserError, match="--processes 16: 8 GPUs here, and each process needs its"):
-        commands("speed", BOX, "--processes", 16)
-    for name in ("syncbn", "accuracy", "memory"):
-        found = rf"{name} needs \d processes or more, found 1 on 1 GPU: .*--processes 1 2 4"
-        with pytest.raises(UserError, match=found):
-            commands(name, ONE_GPU)
-    epochs = re.findall(r"--limit 50000 --epochs (\d+)", " ".join(commands("speed", BOX)))
-    assert set(epochs) == {"8", "16", "32", "64"}, "long enough to be measured"
-
-
-def test_flags_change_the_commands_and_a_dry_run_prints_them(results, monkeypatch, capsys):
-    monkeypatch.setattr(Machine, "here", lambda: ONE_GPU)
-    flags = ["--data-dir", results, "--arch", "mnist_net"]
-    given = ["syncbn", "speed", "--machine", "mine", "--out", results / "gpu", *flags, "--dry-run"]
-    experiments.main(asked(*given))
-    out = capsys.readouterr().out
-    assert "this machine: mine (1 GPU)" in out
-    assert "skipped: syncbn needs 2 processes or more" in out
-    assert re.search(r"speed: .*\n   0 of \d+ runs recorded in .*gpu/speed/mine\.jsonl", out)
-    planned = commands("speed", ONE_GPU, *flags)
-    assert out.splitlines()[-len(planned) :] == planned
-    changed = f" --arch mnist_net --dataset folder --data-dir {results} "
-    assert all(changed in command for command in planned)
-    assert [command for command in planned if command.startswith("srun ")]
-    monkeypatch.setattr(experiments, "slurm_answers", lambda: False)
-    assert not [command for command in commands("speed", ONE_GPU) if "srun" in command]
+def test_commands_are_those_of_another_machine_or_given_and_not_yet_recorded(
+    dry_run, results, monkeypatch
+):
+    given = ["python 01_snsc.py --seed 0", "srun python 05_mnmc_ddp_slurm.py"]
+    given += ["python 01_snsc.py --dataset folder --data-dir data/cifar10-none --seed 0"]
+    (results / "speed").mkdir(parents=True)
+    for machine in ("mine", "box"):
+        lines = [json.dumps({"command": command}) + "\n" for command in given + given]
+        (results / f"speed/{machine}.jsonl").write_text("".join(lines))
+        given.append("python 01_snsc.py --seed 1")
+    monkeypatch.setattr(experiments.shutil, "which", lambda program: None)
+    shown = ["1 of 3 runs recorded in", "python 01_snsc.py --dataset cifar10 --download --seed 0"]
+    shown.append("python 01_snsc.py --seed 1")
+    first, *others = dry_run("speed", "--like", "box", "--machine", "mine")
+    assert first.startswith(shown[0]) and others == shown[1:]
+    (results / "commands").write_text("python 01_snsc.py --seed 1\n")
+    flags = ["speed", "--commands", results / "commands", "--machine", "mine"]
+    assert dry_run(*flags)[1:] == ["python 01_snsc.py --seed 1"]
+    with pytest.raises(UserError, match="--like laptop: expected one of box, mine"):
+        dry_run("speed", "--like", "laptop")
 
 
 # What is recorded
 
 
-def test_a_damaged_file_is_named_and_the_other_experiments_are_listed(results, monkeypatch, capsys):
-    monkeypatch.setattr(Machine, "here", lambda: ONE_GPU)
-    file = results / "speed/mine.jsonl"
-    file.parent.mkdir(parents=True)
+def test_a_damaged_file_is_named(tmp_path):
+    file = tmp_path / "speed/mine.jsonl"
+    file.parent.mkdir()
     file.write_text('{"command": "python')
-    given = ["--machine", "mine", "--out", results, "--list"]
-    experiments.main(asked(*given))
-    out = capsys.readouterr().out
-    assert f"skipped: {file}, line 1: " in out and "expected a record as JSON: remove it" in out
-    assert re.search(r"0 of \d runs recorded in .*/resnet20/mine\.jsonl", out)
-    code, out, err = finished(start("tools/experiments.py", "speed", *given))
+    given = ["speed", "--machine", "mine", "--out", tmp_path]
+    code, _, err = finished(start("tools/experiments.py", *given))
     assert code == 2 and f"error: {file}, line 1: " in err and "Traceback" not in err
 
 
@@ -126,13 +94,17 @@ def test_a_closed_terminal_stops_the_tool_but_not_under_nohup(ignored):
 
 @pytest.mark.slow
 def test_a_stopped_experiment_leaves_nothing_behind_and_goes_on(small_folder, tmp_path):
-    given = ["tools/experiments.py", "accuracy", "--machine", "tiny", "--processes", 1, 2]
-    given += ["--arch", "mnist_net", "--data-dir", small_folder, "--out", tmp_path / "out"]
-    process = start(*given)
+    flags = f"--dataset folder --data-dir {small_folder} --arch mnist_net --seed 0 --epochs"
+    commands = [f"python 01_snsc.py {flags} 1"]
+    commands.append(f"torchrun --nnodes=1 --nproc-per-node=2 03_mnmc_ddp_launch.py {flags} 40")
+    file = tmp_path / "commands"
+    file.write_text("\n".join(commands))
+    given = ["tools/experiments.py", "speed", "--machine", "tiny", "--out", tmp_path / "out"]
+    process = start(*given, "--commands", file)
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if any("[2/4] torchrun" in line for line in lines) and "== test: [2/5]" in line:
+        if any("[2/2] torchrun" in line for line in lines) and "== test: [2/40]" in line:
             break
     else:
         pytest.fail(process.stderr.read())
@@ -142,17 +114,15 @@ def test_a_stopped_experiment_leaves_nothing_behind_and_goes_on(small_folder, tm
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and "stopped" in err and "Traceback" not in err
     assert not psutil.wait_procs(children, timeout=300)[1], "all have ended"
-    path = tmp_path / "out/accuracy/tiny.jsonl"
-    assert {record["script"] for record in records.read(path)} == {"01_snsc.py"}
+    path = tmp_path / "out/speed/tiny.jsonl"
+    assert [record["command"] for record in records.read(path)] == commands[:1]
 
-    code, out, err = finished(start(*given))
-    assert code == 0 and "1 of 4 runs recorded" in out and "[3/3] torchrun" in out, err
-    last = [record for record in records.read(path) if record["epoch"] == 5]
-    settings = [(record["world_size"], record["batch_size"], record["lr"]) for record in last]
-    assert settings == [(1, 256, 0.01), (2, 256, 0.02), (2, 256, 0.02), (2, 128, 0.01)]
-    assert all(0 < record["launch_seconds"] < 300 for record in last)
-    code, out, err = finished(start(*given))
-    assert code == 0 and "4 of 4 runs recorded" in out, err
+    file.write_text("\n".join(commands).replace(" 40", " 2"))
+    code, out, err = finished(start(*given, "--commands", file))
+    assert code == 0 and "1 of 2 runs recorded" in out and "[1/1] torchrun" in out, err
+    runs = [(record["world_size"], record["epoch"]) for record in records.read(path)]
+    assert runs == [(1, 1), (2, 1), (2, 2)]
+    assert all(0 < record["launch_seconds"] < 300 for record in records.read(path))
 
 
 SCRIPT = """\
@@ -183,7 +153,7 @@ def test_a_run_is_recorded_and_one_that_fails_says_why_and_leaves_nothing(
 
 
 def test_one_failure_does_not_keep_other_runs_from_the_record(results, monkeypatch, capsys):
-    todo = [(results / "a/tiny.jsonl", command) for command in "abcde"]
+    path = results / "a/tiny.jsonl"
 
     def fail_at(*bad):
         def execute(command):
@@ -195,13 +165,13 @@ def test_one_failure_does_not_keep_other_runs_from_the_record(results, monkeypat
 
     fail_at("b", "d")
     with pytest.raises(UserError, match="2 of 5 runs failed, the first: b does not work"):
-        experiments.run_all(todo)
-    with (results / "a/tiny.jsonl").open("a") as file:
+        experiments.run_all(path, "abcde")
+    with path.open("a") as file:
         file.write('{"by": "another program"}\n')
-    assert experiments.recorded(results / "a/tiny.jsonl") >= {"a", "c", "e"}
+    assert experiments.recorded(path) >= {"a", "c", "e"}
     capsys.readouterr()
     fail_at("a", "b", "c")
     # two in a row: something else is wrong
     with pytest.raises(UserError, match=r"^b does not work"):
-        experiments.run_all(todo)
+        experiments.run_all(path, "abcde")
     assert "[3/5] c" not in capsys.readouterr().out

@@ -89,7 +89,7 @@ def test_the_list_says_what_has_passed_and_a_mistake_is_named(monkeypatch, capsy
         monkeypatch.setattr(sys, "argv", ["gpu.py", *map(str, flags)])
         gpu.main(gpu.parse_args())
 
-    file = tmp_path / f"gpu/{gpu.Machine.here().name}.jsonl"
+    file = tmp_path / f"gpu/{gpu.machine_name()}.jsonl"
     file.parent.mkdir()
     rows = [("rungs", True, gpu.SIZES), ("shards", False, gpu.SIZES), ("input", True, gpu.TINY)]
     rows.append(("preflight", True, gpu.TINY))  # the same command in all sizes
@@ -121,7 +121,8 @@ def test_the_list_says_what_has_passed_and_a_mistake_is_named(monkeypatch, capsy
 
 def commands_of(part):
     """The words of each command that starts Python in the script of a part, in full size."""
-    show = 'python() { printf "%q " "$@"; echo; }; torchrun() { python "${@:2}"; }\n'
+    show = 'python() { [ $1 = tools/experiments.py ] && cat; printf "%q " "$@"; echo; }\n'
+    show += 'torchrun() { python "${@:2}"; }\n'
     variables = gpu.SIZES | {"GPUS": "2", "COUNTS": "1 2", "DIR": "/tmp", "OUT": "x", "NAME": "y"}
     script = f"{show} exec 3>&1; tee() {{ cat >&3; }}; grep() {{ return 1; }}; {part.script}"
     done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True)
@@ -134,9 +135,11 @@ def test_every_script_of_the_list_takes_its_flags(monkeypatch):
     for part in [*gpu.PROOFS[1:], *gpu.SPEEDS]:
         commands = commands_of(part)
         assert commands, part.name
-        for script, *flags in commands:
-            if script != "-m":  # pytest
-                parse(monkeypatch, script, *flags)
+        for words in commands:
+            if words[0] != "-m":  # pytest
+                # what experiments.py reads begins with python or torchrun
+                k = next(k for k, word in enumerate(words) if word.endswith(".py"))
+                parse(monkeypatch, *words[k:])
 
 
 @pytest.fixture

@@ -151,9 +151,9 @@ def record(commands):
     """Run commands and record their output in results/output/."""
     from common.records import environment
     from tools.bench.measure import pick_device
-    from tools.experiments import Machine
+    from tools.experiments import machine_name
 
-    path = RESULTS / "output" / f"{Machine.here().name}.jsonl"
+    path = RESULTS / "output" / f"{machine_name()}.jsonl"
     path.parent.mkdir(exist_ok=True)
     for command in commands:
         if command.startswith("srun") and not shutil.which("srun"):
