@@ -89,7 +89,7 @@ def texts_of_table(number, part):
     return [text.strip("`") for cell in cells for text in cell.split("`, `")]
 
 
-PROVOKED = {60}  # the entries that a test provokes
+PROVOKED = set()  # the entries that a test provokes
 
 
 def version(text):
@@ -160,7 +160,17 @@ def test_every_entry_is_provoked_or_says_why_not():
     assert wrong == []
 
 
-# What takes several processes: tests/helpers/provoke.py makes all mistakes of a kind in one run
+# What takes several processes: tests/helpers/provoke.py and provoke_sharded.py make all mistakes of
+# a kind in one run, and name the entry of each
+
+TOGETHER = (1, 2, 5, 8, 17, 19, 20, 22, 23, 71, 72, 74, 80, 82, 86)
+OF_SHARDS = (59, 60, 61, 62, 63, 64, 66, 67, 68)
+PROVOKED.update(TOGETHER, OF_SHARDS)
+# What other mistakes of an entry print than its quotes
+MORE = {
+    "2: rank 0 alone sums": "exitcode : -6 (pid: ",
+    "63: a file of shards in an unsharded model": "copying the parameter named",
+}
 
 
 def sections(text):
@@ -179,6 +189,13 @@ def sections_of(ranks):
     return texts
 
 
+def assert_silent(texts):
+    """Mistakes that torch does not report, and remedies, have printed no error and no warning."""
+    for name, text in texts.items():
+        if name.startswith(("silent: ", "remedy: ")):
+            assert not re.search("Traceback|Warning", text), f"{name}: {text}"
+
+
 @pytest.fixture(scope="module")
 def provoked(tmp_path_factory):
     """What two ranks print, and what torchrun prints: {name of a mistake: text}."""
@@ -190,125 +207,53 @@ def provoked(tmp_path_factory):
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     other = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **output)
     try:
-        return sections(other.communicate(timeout=300)[0]) | sections_of(ranks)
+        texts = sections(other.communicate(timeout=300)[0]) | sections_of(ranks)
     finally:
         ranks.end()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(other.pid, signal.SIGKILL)
+    assert_silent(texts)
+    return texts
 
 
-def assert_no_error(texts, *names):
-    for name in names:
-        assert "Traceback" not in texts[name], texts[name]
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """What two ranks print of mistakes with fully_shard: {name of a mistake: text}."""
+    folder = tmp_path_factory.mktemp("sharded")
+    texts = sections_of(Ranks(folder, 2, [folder], script="tests/helpers/provoke_sharded.py"))
+    assert_silent(texts)
+    return texts
 
 
-@pytest.mark.slow
-@provokes(1)
-def test_a_missing_rank_is_reported_by_those_that_wait(provoked):
-    return provoked["a rank does not come"]
-
-
-@pytest.mark.slow
-@provokes(2)
-def test_different_collectives_are_told_by_the_debug_level_or_gloo(provoked):
-    assert "exitcode : -6 (pid: " in one_line(provoked["rank 0 alone sums"])
-    return provoked["rank 0 alone evaluates"] + provoked["rank 0 alone sums"]
-
-
-@pytest.mark.slow
-@provokes(5, 8, 19, 23)
-def test_torchrun_says_what_is_wrong_with_a_job(provoked):
-    assert provoked["a job that ends"] == "work\n"
-    names = ["failed", "failed and recorded", "killed", "two processes", "torch.distributed.launch"]
-    names += ["nobody keeps the store"]
-    return "\n".join(provoked[name] for name in names)
+def assert_printed(texts, number, program="torch"):
+    """All that an entry quotes is printed, and each of its mistakes prints some of it."""
+    of_entry = {name: text for name, text in texts.items() if name.startswith(f"{number}: ")}
+    assert_quoted("".join(of_entry.values()), number, program=program)
+    for name, text in of_entry.items():
+        quotes = [MORE[name]] if name in MORE else ENTRIES[number].provoked
+        assert len(missing_quotes(quotes, text)) < len(quotes), f"{name}: {text}"
 
 
 @pytest.mark.slow
-@provokes(17)
-def test_a_rank_that_dies_is_noticed_by_the_others(provoked):
-    return provoked["a rank dies"]
+@pytest.mark.parametrize("number", TOGETHER)
+def test_a_mistake_prints_what_its_entry_quotes(provoked, number):
+    assert_printed(provoked, number)
 
 
 @pytest.mark.slow
-@provokes(20)
-def test_a_parameter_without_a_gradient_stops_ddp(provoked):
-    return provoked["no gradient"] + provoked["no unused parameter"]
-
-
-@pytest.mark.slow
-@provokes(72)
-def test_a_checkpointed_block_marks_its_weights_twice(provoked):
-    assert_no_error(provoked, "remedy: not reentrant", "remedy: static_graph")
-    twice = pattern("has been marked as ready twice")
-    assert twice.search(one_line(provoked["marked ready twice with find_unused_parameters"]))
-    return provoked["marked ready twice"]
-
-
-@pytest.mark.slow
-@provokes(86)
-def test_a_static_graph_needs_a_first_step_that_sends_gradients(provoked):
-    assert_no_error(provoked, "remedy: static_graph and no_sync")
-    return provoked["static_graph and no_sync"]
+@pytest.mark.parametrize("number", OF_SHARDS)
+def test_a_mistake_with_shards_prints_what_its_entry_quotes(sharded, number):
+    assert_printed(sharded, number, "fully_shard")
 
 
 @pytest.mark.slow
 def test_the_texts_of_one_line_are_printed(provoked):
-    names = ["more texts", "one process", "the store ends", "a rank dies", "one of two fails"]
-    names += ["the same job again", "monitored barrier"]
-    printed = "".join(provoked[name] for name in names)
+    printed = "".join(provoked.values())
     texts = texts_of_table(87, "provoked")
     absent = {text for text in texts if text not in printed}
     # a lost connection ends in one of two ways
     assert absent < {"Connection closed by peer", "Connection reset by peer"}, printed
     assert len(texts) > 10
-
-
-@pytest.mark.slow
-@provokes(74)
-def test_broadcast_buffers_is_deprecated_as_an_argument_alone(provoked):
-    assert_no_error(provoked, "remedy: broadcast_buffers")
-    assert "Warning" not in provoked["remedy: broadcast_buffers"]
-    return provoked["broadcast_buffers"]
-
-
-@pytest.mark.slow
-def test_a_rank_that_stops_early_stops_the_others(provoked):
-    assert_quoted(provoked["early stopping"], 1)
-    assert provoked["remedy: early stopping"] == 2 * "epochs: 3\n"
-
-
-@pytest.mark.slow
-@provokes(80)
-def test_what_a_backward_pass_needs_was_changed(provoked):
-    fails = version(torch.__version__) < (2, 12)
-    assert ("inplace operation" in provoked["two forward passes"]) == fails
-    assert_no_error(provoked, "remedy: two forward passes")
-    return provoked["a step between forward and backward"]
-
-
-@pytest.mark.slow
-@provokes(82)
-def test_many_tensors_of_workers_are_many_open_files(provoked):
-    assert provoked["remedy: copies"] == "batches: 128\n"
-    return provoked["many tensors of a loader"] + provoked["many tensors of a queue"]
-
-
-@pytest.mark.slow
-@provokes(71)
-def test_a_buffer_that_shares_memory_stops_ddp(provoked):
-    return provoked["a buffer that shares memory"]
-
-
-@pytest.mark.slow
-def test_uneven_batches_end_in_a_timeout(provoked):
-    assert_quoted(provoked["uneven batches"], 1)
-
-
-@pytest.mark.slow
-@provokes(22)
-def test_torchs_synchronised_batch_norm_refuses_cpus(provoked):
-    return provoked["SyncBatchNorm in DDP"] + provoked["SyncBatchNorm"]
 
 
 @pytest.mark.slow
@@ -318,7 +263,9 @@ def test_nccl_without_a_gpu_is_refused(provoked, environment):
     plain = functools.partial(
         dist.init_process_group, "nccl", store=dist.HashStore(), rank=0, world_size=1
     )
-    return provoked["no GPU to count"] + raised(plain, lambda: setup_distributed(backend="nccl"))
+    return provoked["40: no GPU to count"] + raised(
+        plain, lambda: setup_distributed(backend="nccl")
+    )
 
 
 def need_no_gpu():
@@ -396,7 +343,7 @@ def spawn_a_local_function():
 def test_what_cannot_be_spawned_or_forked_says_so(provoked, tmp_path):
     return (
         raised(spawn_a_local_function)
-        + provoked["CUDA in a forked process"]
+        + provoked["30: CUDA in a forked process"]
         + without_a_main_guard(tmp_path)
     )
 
@@ -673,131 +620,3 @@ def test_a_job_runs_the_code_of_its_folder_when_it_starts(slurm, tmp_path):
     slurm.run("scontrol", "release", job)
     assert slurm.wait(job) == ("COMPLETED", 0)
     assert slurm.output(job) == "old batch file\nnew train.py\n"
-
-
-# What fully_shard prints or does: tests/helpers/provoke_sharded.py makes all mistakes in one run
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    """What two ranks print: {name of a mistake: text}. No remedy has an error."""
-    folder = tmp_path_factory.mktemp("sharded")
-    texts = sections_of(Ranks(folder, 2, [folder], script="tests/helpers/provoke_sharded.py"))
-    for name, text in texts.items():
-        assert not (name.startswith("remedy: ") and "Traceback" in text), f"{name}: {text}"
-    return texts
-
-
-def numbers(text, name):
-    """The numbers with this name that ranks 0 and 1 printed, half of them each."""
-    found = [float(number) for number in re.findall(rf"^{name}: (\S+)$", text, re.M)]
-    assert found and len(found) % 2 == 0, text
-    return found
-
-
-sharding = functools.partial(provokes, program="fully_shard")
-MIXED = "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
-
-
-@pytest.mark.slow
-@sharding(59)
-def test_an_optimizer_made_before_fully_shard_trains_nothing(sharded):
-    text = sharded["the optimizer before fully_shard"]
-    assert numbers(text, "change of the weights") == [0, 0]
-    assert len(set(numbers(text, "loss"))) == 2  # one per rank, in all training steps
-    return text
-
-
-@pytest.mark.slow
-def test_what_rank_0_does_alone_with_shards_ends_in_a_timeout(sharded):
-    """Each of these calls prints the quote; what needs no other rank prints nothing of it."""
-    for name in ("a forward pass", "dcp.save", "get_model_state_dict"):
-        assert_quoted(sharded[f"{name} on rank 0 alone"], 60, program="fully_shard")
-    assert_quoted(sharded["one forward pass more on rank 0"], 60, program="fully_shard")
-    allowed = sharded["remedy: what rank 0 may do alone"]
-    assert "rows of the shard: 4\n" in allowed and "placements=(Shard(dim=0),)" in allowed
-
-
-@pytest.mark.slow
-@sharding(61)
-def test_only_forward_gathers_the_weights(sharded):
-    assert numbers(sharded["remedy: register_fsdp_forward_method"], "difference") == [0, 0]
-    return sharded["model.encode"] + sharded["a sharded block before its model"]
-
-
-@pytest.mark.slow
-@sharding(62)
-def test_weights_outside_of_all_groups_drift_apart(sharded):
-    text = sharded["no fully_shard of the model"]
-    first, second = numbers(text, "sum of the last layer")
-    assert abs(first - second) > 0.01
-    for option in ("foreach", "fused"):
-        assert MIXED in sharded[f"no fully_shard of the model, and {option}"], option
-    return text
-
-
-@pytest.mark.slow
-def test_a_model_sharded_as_one_group_is_gathered_as_a_whole(sharded):
-    text = sharded["fully_shard of the model alone"]
-    assert set(numbers(text, "whole weights")) == {4 * 8 * 8}
-    assert set(numbers(text, "sharded modules")) == {1}
-
-
-@pytest.mark.slow
-@sharding(63)
-def test_a_file_of_shards_is_not_the_model(sharded):
-    for name in ("the shards of rank 0 on each rank", "weights on rank 0 alone"):
-        assert "Traceback" not in sharded[name]
-        assert numbers(sharded[name], "wrong rows") == [4, 4], name
-    assert len(numbers(sharded["remedy: set_optimizer_state_dict"], "loss")) == 2
-    assert MIXED in sharded["an unsharded state of the optimizer"]
-    assert "copying the parameter named" in sharded["a file of shards in an unsharded model"]
-    return sharded["a file of shards in one process"] + sharded["whole weights in a sharded model"]
-
-
-@pytest.mark.slow
-@sharding(64)
-def test_tied_weights_in_two_groups_are_no_longer_tied(sharded):
-    text = sharded["tied weights in two groups"]
-    assert numbers(text, "parameters") == [4, 4]
-    for name in ("the group of the model", "one group"):
-        remedy = sharded[f"remedy: tied weights in {name}"]
-        assert numbers(remedy, "parameters") == [3, 3]
-        assert max(numbers(remedy, "difference")) < 1e-5
-    return text
-
-
-@pytest.mark.slow
-def test_a_gradient_norm_and_batch_norm_differ_per_rank(sharded):
-    text = sharded["the norm of a gradient"]
-    first, second = numbers(text, "norm")
-    norm, same = numbers(text, "norm of all")
-    assert first**2 + second**2 == pytest.approx(norm**2), "each has a part of the whole"
-    assert norm == same
-    for name in ("running mean", "output"):
-        first, second = numbers(sharded["batch norm"], name)
-        assert abs(first - second) > 0.01
-
-
-@pytest.mark.slow
-@sharding(66)
-def test_a_sharded_model_cannot_be_copied(sharded):
-    assert numbers(sharded["remedy: a sharded average"], "average") == pytest.approx([0.1, 0.1])
-    assert MIXED in sharded["an unsharded average"]
-    assert_quoted(sharded["AveragedModel"], 66, program="fully_shard")
-    return sharded["deepcopy"]
-
-
-@pytest.mark.slow
-@sharding(67)
-def test_a_sharded_model_on_meta_has_no_memory(sharded):
-    assert numbers(sharded["remedy: on meta"], "difference") == [0, 0]
-    assert numbers(sharded["remedy: on meta"], "running mean") == [1, 1]
-    return sharded["on meta"] + sharded["to() on meta"]
-
-
-@pytest.mark.slow
-@sharding(68)
-def test_norms_need_the_type_of_their_weights(sharded):
-    assert "type: torch.bfloat16" in sharded["remedy: batch norm in float32"]
-    return sharded["batch norm in bfloat16"] + sharded["float32 between blocks"]

@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node=2 tests/helpers/provoke_sharded.py FOLDER
 
-A line `== NAME` precedes what a mistake prints: torch's message, or numbers. `== remedy: NAME`
-precedes what a remedy prints that no script of the project uses. The numbers in comments are
-entries of the page. FOLDER is for files.
+The lines `== NUMBER: NAME` are those of provoke.py. What a mistake does in silence, and what a
+remedy does that no script of the project uses, is checked here. FOLDER is for files.
 """
 
 import copy
@@ -35,9 +34,17 @@ from torch.optim.swa_utils import AveragedModel
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def say(name, value):
-    """Print a number, or a tensor of one element."""
-    sys.stderr.write(f"{name}: {value.item() if torch.is_tensor(value) else value}\n")
+def of_ranks(value):
+    """Return a number of each rank: a pair."""
+    values = [None, None]
+    dist.all_gather_object(values, value)
+    return values
+
+
+def differ(value):
+    """Return whether a tensor of one element clearly differs between the ranks."""
+    first, second = of_ranks(value.item())
+    return abs(first - second) > 0.01
 
 
 def build():
@@ -71,30 +78,29 @@ def largest_difference(weights, others):
 
 
 def train(model, optimizer, steps=3, inputs=None):
+    """Train, and return the losses."""
     inputs = images() if inputs is None else inputs
+    losses = []
     for _ in range(steps):
         loss = model(inputs).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        say("loss", loss)
-
-
-# 59
+        losses.append(loss.item())
+    return losses
 
 
 def optimizer_too_early():
-    with mistake_of_ranks("the optimizer before fully_shard"):
+    with mistake_of_ranks("silent: the optimizer before fully_shard"):
         model = build()
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
         shard(model)
         before = whole(model)
-        train(model, optimizer)
-        say("change of the weights", largest_difference(whole(model), before))
+        losses = train(model, optimizer)
+        assert len(set(losses)) == 1 and largest_difference(whole(model), before) == 0
+
+    with mistake_of_ranks("59: the optimizer before fully_shard"):
         get_state_dict(model, optimizer)
-
-
-# 60
 
 
 def rank_0_alone(folder):
@@ -112,32 +118,29 @@ def rank_0_alone(folder):
         model = shard(build())
         model(images()).sum().backward()
         if rank == 0:
-            sys.stderr.write(f"{model[0].weight}\n")
-            say("rows of the shard", len(model.state_dict()["0.weight"].to_local()))
+            assert "placements=(Shard(dim=0),)" in str(model[0].weight)
+            assert len(model.state_dict()["0.weight"].to_local()) == 4
             SGD(model.parameters(), 0.1).step()
 
     model = shard(build(), mesh=own_mesh())
-    with mistake_of_ranks("a forward pass on rank 0 alone"):
+    with mistake_of_ranks("60: a forward pass on rank 0 alone"):
         if rank == 0:
             model(images())
 
     model = shard(build(), mesh=own_mesh())
-    with mistake_of_ranks("one forward pass more on rank 0"), torch.no_grad():
+    with mistake_of_ranks("60: one forward pass more on rank 0"), torch.no_grad():
         for _ in range(3 - rank):
             model(images())
 
     model, group = shard(build()), short_lived_group()
-    with mistake_of_ranks("dcp.save on rank 0 alone"):
+    with mistake_of_ranks("60: dcp.save on rank 0 alone"):
         if rank == 0:
             dcp.save({"model": model.state_dict()}, checkpoint_id=folder, process_group=group)
 
     model = shard(nn.Sequential(nn.Linear(3, 6)), mesh=own_mesh())
-    with mistake_of_ranks("get_model_state_dict on rank 0 alone"):
+    with mistake_of_ranks("60: get_model_state_dict on rank 0 alone"):
         if rank == 0:
             get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-
-
-# 61
 
 
 class Encoder(nn.Module):
@@ -155,10 +158,10 @@ class Encoder(nn.Module):
 
 
 def other_methods():
-    with mistake_of_ranks("model.encode"):
+    with mistake_of_ranks("61: model.encode"):
         fully_shard(Encoder()).encode(images())
 
-    with mistake_of_ranks("a sharded block before its model"):
+    with mistake_of_ranks("61: a sharded block before its model"):
         model = Encoder()
         fully_shard(model.features)
         fully_shard(model)
@@ -171,46 +174,42 @@ def other_methods():
         fully_shard(model)
         register_fsdp_forward_method(model, "encode")
         outputs = model.encode(images())
-        say("difference", (outputs - Encoder().encode(images())).abs().max())
+        assert torch.equal(outputs, Encoder().encode(images()))
         outputs.sum().backward()
         model(images()).sum().backward()
 
 
-# 62
-
-
 class Block(nn.Linear):
-    """A layer that counts, in its forward pass, the weights of its model that are whole."""
+    """A layer that finds all weights of its model whole in its forward pass."""
 
     def forward(self, x):
         weights = [p for block in self.model[0] for p in block.parameters()]
-        say("whole weights", sum(p.numel() for p in weights if not isinstance(p, DTensor)))
+        assert sum(p.numel() for p in weights if not isinstance(p, DTensor)) == 4 * 8 * 8
         return super().forward(x)
 
 
 def wrong_modules():
-    with mistake_of_ranks("no fully_shard of the model"):
+    with mistake_of_ranks("silent: no fully_shard of the model"):
         model = build()
         fully_shard(model[0])
         optimizer = SGD(model.parameters(), 0.1)
         train(model, optimizer)
-        say("sum of the last layer", model[2].weight.sum())
+        assert differ(model[2].weight.sum())
+
+    with mistake_of_ranks("62: no fully_shard of the model"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     for option in ("foreach", "fused"):
-        with mistake_of_ranks(f"no fully_shard of the model, and {option}"):
+        with mistake_of_ranks(f"61: no fully_shard of the model, and {option}"):
             SGD(model.parameters(), 0.1, **{option: True}).step()
 
-    with mistake_of_ranks("fully_shard of the model alone"):
+    with mistake_of_ranks("silent: fully_shard of the model alone"):
         model = nn.Sequential(*[Block(8, 8, bias=False) for _ in range(4)])
         for block in model:
             block.model = [model]  # in a list, or it would be a child
         fully_shard(model)
         model(torch.ones(1, 8))
-        say("sharded modules", str(model).count("FSDP"))
-
-
-# 63
+        assert str(model).count("FSDP") == 1
 
 
 def start_reader(file):
@@ -222,30 +221,30 @@ def start_reader(file):
 def files(folder):
     rank = dist.get_rank()
     model = shard(build())
-    with mistake_of_ranks("a file of shards in an unsharded model"):
+    with mistake_of_ranks("63: a file of shards in an unsharded model"):
         build().load_state_dict(torch.load(folder / "rank0.pt"))
 
-    with mistake_of_ranks("the shards of rank 0 on each rank"):
+    with mistake_of_ranks("silent: the shards of rank 0 on each rank"):
         model.load_state_dict(torch.load(folder / "rank0.pt"))
         weight = whole(model)["0.weight"]
-        say("wrong rows", (weight != build()[0].weight).any(dim=1).sum())
+        assert (weight != build()[0].weight).any(dim=1).sum() == 4, "the rows of rank 1"
 
     weights = {name: weight + 1 for name, weight in build().state_dict().items()}
-    with mistake_of_ranks("weights on rank 0 alone"):
+    with mistake_of_ranks("silent: weights on rank 0 alone"):
         model = build()
         if rank == 0:
             model.load_state_dict(weights)
         shard(model)
         weight = whole(model)["0.weight"]
-        say("wrong rows", (weight != weights["0.weight"]).any(dim=1).sum())
+        assert (weight != weights["0.weight"]).any(dim=1).sum() == 4
 
-    with mistake_of_ranks("whole weights in a sharded model"):
+    with mistake_of_ranks("63: whole weights in a sharded model"):
         model.load_state_dict(weights)
 
     plain = build()
     optimizer = SGD(plain.parameters(), 0.1, momentum=0.9)
     train(plain, optimizer, steps=1)
-    with mistake_of_ranks("an unsharded state of the optimizer"):
+    with mistake_of_ranks("61: an unsharded state of the optimizer"):
         model = shard(build())
         sharded_optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
         sharded_optimizer.load_state_dict(optimizer.state_dict())
@@ -258,9 +257,6 @@ def files(folder):
         given = state if rank == 0 else {}
         set_optimizer_state_dict(model, sharded_optimizer, given, options=FROM_RANK_0)
         train(model, sharded_optimizer, steps=1)
-
-
-# 64
 
 
 class Tied(nn.Module):
@@ -278,11 +274,13 @@ class Tied(nn.Module):
 
 def tied_weights():
     words = torch.arange(6)
-    with mistake_of_ranks("tied weights in two groups"):
+    with mistake_of_ranks("silent: tied weights in two groups"):
         model = Tied()
         for module in (model.embedding, model.middle, model.head, model):
             fully_shard(module)
-        say("parameters", len(list(model.parameters())))
+        assert len(list(model.parameters())) == 4
+
+    with mistake_of_ranks("64: tied weights in two groups"):
         model(words)
 
     plain = Tied()
@@ -294,42 +292,37 @@ def tied_weights():
             if name == "one group":
                 fully_shard([model.embedding, model.head])
             fully_shard(model)
-            say("parameters", len(list(model.parameters())))
+            assert len(list(model.parameters())) == 3
             train(model, SGD(model.parameters(), 0.01), inputs=words)
-            say("difference", largest_difference(whole(model), whole(plain)))
-
-
-# 65
+            assert largest_difference(whole(model), whole(plain)) < 1e-5
 
 
 def numbers_of_one_rank():
-    with mistake_of_ranks("the norm of a gradient"):
+    with mistake_of_ranks("silent: the norm of a gradient"):
         model = shard(build())
         model(images()).pow(2).mean().backward()
-        say("norm", sum(p.grad.norm().item() ** 2 for p in model.parameters()) ** 0.5)
+        of_each = of_ranks(sum(p.grad.norm().item() ** 2 for p in model.parameters()))
         gradients = [p.grad for p in model.parameters()]
-        say("norm of all", nn.utils.get_total_norm(gradients).full_tensor())
+        norm = nn.utils.get_total_norm(gradients).full_tensor().item()
+        assert abs(sum(of_each) - norm**2) < 1e-5 * norm**2, "each has a part of the whole"
 
-    with mistake_of_ranks("batch norm"):
+    with mistake_of_ranks("silent: batch norm"):
         torch.manual_seed(0)
         model = shard(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
         train(model, SGD(model.parameters(), 0.1))
-        say("running mean", model[1].running_mean[0])
+        assert differ(model[1].running_mean[0])
         model.eval()
-        say("output", model(torch.ones(1, 4))[0, 0])
-
-
-# 66
+        assert differ(model(torch.ones(1, 4))[0, 0])
 
 
 def averages():
-    with mistake_of_ranks("deepcopy"):
+    with mistake_of_ranks("66: deepcopy"):
         copy.deepcopy(shard(build()))
 
-    with mistake_of_ranks("AveragedModel"):
+    with mistake_of_ranks("66: AveragedModel"):
         AveragedModel(shard(build()))
 
-    with mistake_of_ranks("an unsharded average"), torch.no_grad():
+    with mistake_of_ranks("61: an unsharded average"), torch.no_grad():
         model, average = shard(build()), build()
         for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
             mean.lerp_(weight, 0.1)
@@ -343,10 +336,7 @@ def averages():
         shard(average)
         for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
             mean.lerp_(weight, 0.1)
-        say("average", whole(average)["0.weight"].mean())
-
-
-# 67
+        torch.testing.assert_close(whole(average)["0.weight"].mean(), torch.tensor(0.1))
 
 
 def on_meta():
@@ -355,10 +345,10 @@ def on_meta():
 
 
 def no_memory_yet():
-    with mistake_of_ranks("on meta"):
+    with mistake_of_ranks("67: on meta"):
         on_meta()(images())
 
-    with mistake_of_ranks("to() on meta"):
+    with mistake_of_ranks("67: to() on meta"):
         on_meta().to("cpu")
 
     with mistake_of_ranks("remedy: on meta"):
@@ -369,28 +359,25 @@ def no_memory_yet():
         model = on_meta()
         model.to_empty(device="cpu")
         set_model_state_dict(model, weights, options=FROM_RANK_0)
-        say("difference", largest_difference(whole(model), whole(plain)))
-        say("running mean", model[1].running_mean[0])
+        assert largest_difference(whole(model), whole(plain)) == 0
+        assert model[1].running_mean[0] == 1
         model(images()).sum().backward()
-
-
-# 68
 
 
 def norms_in_bfloat16():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     float32_outputs = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
 
-    with mistake_of_ranks("batch norm in bfloat16"):
+    with mistake_of_ranks("68: batch norm in bfloat16"):
         shard(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), mp_policy=policy)(images())
 
     with mistake_of_ranks("remedy: batch norm in float32"):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
         fully_shard(model[1])
         fully_shard(model, mp_policy=policy)
-        say("type", model(images()).dtype)
+        assert model(images()).dtype == torch.bfloat16
 
-    with mistake_of_ranks("float32 between blocks"):
+    with mistake_of_ranks("68: float32 between blocks"):
         model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
         fully_shard(model[0], mp_policy=float32_outputs)
         fully_shard(model, mp_policy=float32_outputs)
@@ -414,7 +401,7 @@ def main(folder):
     norms_in_bfloat16()
     rank_0_alone(folder / "rank_0_alone")  # last, because its groups lose their connections
     if reader:
-        with mistake("a file of shards in one process"):
+        with mistake("63: a file of shards in one process"):
             sys.stderr.write(reader.communicate(timeout=60)[1])
     os._exit(0)  # destroying those groups would fail
 
