@@ -89,7 +89,7 @@ TRAIN = (
 ALL = "bare dummy example example-amp"
 INPUT = """
     python tools/bench/input.py --dataset folder --data-dir $IMAGES $INPUT \\
-        --loops "classic, memory" 01 limit --log-file "$OUT/input/$NAME.jsonl"
+        --log-file "$OUT/input/$NAME.jsonl"
 """
 CIFAR10 = f"""
     {DDP} 06_imagenet.py $IMAGES $CIFAR10 --batch-size 256 --lr 0.1 --warmup-epochs 2 \\

@@ -17,7 +17,7 @@ const PAGE = {
 
 const SCENES = {
   "step": {
-    "program": "step.py", "ranks": 2, "functions": ["train"],
+    "ranks": 2, "functions": ["train"],
     "title": ["One step of DDP", "DDP 的一步"],
     "question": ["What happens in one training step of DDP?", "DDP 的一个训练步里发生了什么？"],
     "about": ["Two ranks have the same model and different images. Watch the gradients during the backward pass, and the weights after the step.", "两个 rank 的模型相同，图像不同。留意反向传播期间的梯度，以及这一步之后的权重。"],
@@ -69,7 +69,7 @@ const SCENES = {
     ]
   },
   "ring": {
-    "program": "ring.py", "ranks": 4, "functions": ["ring_all_reduce"],
+    "ranks": 4, "functions": ["ring_all_reduce"],
     "title": ["Ring all-reduce", "环形 all-reduce"],
     "question": ["How does a ring all-reduce work, and why does each rank send 2 (n - 1) messages?", "环形 all-reduce 如何工作？为什么每个 rank 要发送 2 (n - 1) 条消息？"],
     "about": ["Each of four ranks has four numbers, and wants the four sums. It sends only to the rank after it, one piece at a time.", "四个 rank 各有四个数，目标是得到四个和。每个 rank 只向下一个 rank 发送，一次一块。"],
@@ -91,7 +91,7 @@ const SCENES = {
     ]
   },
   "sampler": {
-    "program": "sampler.py", "ranks": 2, "functions": ["train", "evaluate"],
+    "ranks": 2, "functions": ["train", "evaluate"],
     "title": ["Who reads what", "谁读哪些图像"],
     "question": ["Which rank reads which image?", "哪个 rank 读哪些图像？"],
     "about": ["Seven images, 0 to 6, for two ranks: seven is no multiple of two.", "七张图像（0 到 6）分给两个 rank，而七不是二的倍数。"],
@@ -121,7 +121,7 @@ const SCENES = {
     ]
   },
   "fsdp": {
-    "program": "fsdp.py", "ranks": 2, "functions": ["train", "forward"],
+    "ranks": 2, "functions": ["train", "forward"],
     "names": {"1": ["block 1", "block 1"], "2": ["block 2", "block 2"], "3": ["block 3", "block 3"]},
     "title": ["Where the model is in FSDP", "FSDP 中模型在哪里"],
     "question": ["Where is the model in FSDP?", "FSDP 中模型在哪里？"],
@@ -150,7 +150,7 @@ const SCENES = {
     ]
   },
   "syncbn": {
-    "program": "syncbn.py", "ranks": 2, "functions": ["batch_norm", "sync_batch_norm"],
+    "ranks": 2, "functions": ["batch_norm", "sync_batch_norm"],
     "title": ["What SyncBN synchronizes", "SyncBN 同步什么"],
     "question": ["What does SyncBN synchronize?", "SyncBN 同步的是什么？"],
     "about": ["Two images of two channels on each rank: first ordinary batch norm, then batch norm over all ranks.", "每个 rank 有两张图像，各两个通道。先做普通的 BN，再做跨所有 rank 的 BN。"],
@@ -173,7 +173,7 @@ const SCENES = {
     ]
   },
   "machine": {
-    "program": "06_imagenet.py", "ranks": 2, "functions": ["main", "train_epoch"],
+    "ranks": 2, "functions": ["main", "train_epoch"],
     "flags": "--dummy 32 --image-size 16 --arch mnist_net --batch-size 8 --epochs 1 --lr 16 --warmup-epochs 0 --workers 0 --eval-every 0 --checkpoint-every 2 --resume",
     "run": "torchrun --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 06_imagenet.py",
     "names": {"load": ["the search for checkpoints", "查找检查点"], "gradients": ["the all-reduce of the gradients", "梯度的 all-reduce"]},

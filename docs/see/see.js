@@ -195,8 +195,7 @@ function drawPage() {
     button.setAttribute("aria-pressed", option === state.option);
     button.onclick = () => show(state.scene, option);
   }
-  const command = scene().run ?? `torchrun --nproc-per-node=${scene().ranks} docs/see/${scene().program}`;
-  $("run").textContent = `${say(PAGE.run)} ${command} ${scene().flags ?? ""}`;
+  $("run").textContent = scene().run ? `${say(PAGE.run)} ${scene().run} ${scene().flags}` : "";
   drawCalculators(state.language);
   draw();
 }

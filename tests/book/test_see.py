@@ -24,14 +24,6 @@ SCENES = read("scenes.js")
 RUNS = read("runs.js")
 
 
-def test_the_programs_that_a_reader_may_run_are_those_that_are_shown():
-    """But for 06_imagenet.py, which goes on to change."""
-    assert SCENES.keys() == RUNS.keys()
-    for name in SCENES.keys() - {"machine"}:
-        first = next(iter(RUNS[name].values()))
-        assert first["program"] == (PAGE.parent / SCENES[name]["program"]).read_text()
-
-
 @pytest.fixture
 def page():
     """The page in a browser; anything that it complains about or requests is an error."""

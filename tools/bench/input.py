@@ -1,49 +1,42 @@
-"""Measure the cost of loading images.
+"""Measure the cost of loading images that fit in memory.
 
     python tools/bench/input.py --dataset folder --data-dir data/cifar10
-    python tools/bench/input.py --dataset folder --data-dir data/imagenet-mini --batch-size 32
 
-Four loops train the same model on the same images. Each loop runs in its own process; they take
+Three loops train the same model on the same images. Each loop runs in its own process; they take
 turns, --repeats times:
 
-    classic, files    reads PIL images from files in each epoch; RandomCrop, Flip, ToTensor and
-                      Normalize per image (RandomResizedCrop for large images); 4 loader workers;
+    classic, memory   RandomCrop, Flip, ToTensor and Normalize per PIL image; 4 loader workers;
                       .item() in each training step
-    classic, memory   the same, with the decoded images in memory (small images only)
     01                01_snsc.py
     limit             the training step alone, on one batch that is already on the device
 
---loops chooses some. On a GPU, 01 and the limit need --epochs N, so that they run for ten seconds
-or more; the classic loops run one epoch. A ratio compares runs of the same repeat. Memory is the
-sum over a loop's processes, with shared pages counted once. For large images, the loaders are also
-compared without training, in images per second for one worker.
+On a GPU, 01 and the limit need --epochs N, so that they run for ten seconds or more; the classic
+loop runs one epoch. A ratio compares runs of the same repeat. Memory is the sum over a loop's
+processes, with shared pages counted once.
 """
 
+import argparse
 import json
-import shlex
 import statistics
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import torch
-import torchvision
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms as T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.data import build_datasets, build_loader, build_transforms
 from common.errors import UserError, one_line_errors
+from common.flags import shared_flags, whole_number
+from common.models import build_model
 from tools.bench.measure import (
     ROOT,
-    build_step,
-    command_line,
     fields,
-    first_batch,
-    parse_args,
     pick_device,
     run_alone,
     show,
@@ -51,52 +44,40 @@ from tools.bench.measure import (
     take_turns,
     timed,
 )
-from tools.records import append, group, ratios, spread
+from tools.records import group, ratios
 
 CLASSIC_WORKERS = 4
 
 
-def add_flags(parser):
-    functions = [loop for loop in LOOPS if LOOPS[loop]]
-    parser.add_argument(
-        "--loops", nargs="+", choices=LOOPS, help="the loops to run (default: all that can)"
-    )
-    parser.add_argument(
-        "--loop",
-        choices=functions,
-        help="run this loop in this process, print its speed as JSON (internal)",
-    )
+def parse_args():
+    parser = shared_flags(__doc__, conflict_handler="resolve")
+    add = parser.add_argument
+    # A benchmark compares processes that do equal work.
+    add("--batch-size", type=whole_number(2), default=256, metavar="N", help="images per process")
+    add("--repeats", type=whole_number(1), default=5, metavar="N", help="runs of each loop")
+    add("--loop", choices=FUNCTIONS, help=argparse.SUPPRESS)  # run it in this process
+    # Enough images that the batches which workers prefetch before the timing starts do not matter.
+    parser.set_defaults(limit=100 * 256, epochs=1)
+    return parser.parse_args()
 
 
 def main(args):
     if args.loop:
-        print(json.dumps({"images_per_second": LOOPS[args.loop](args)}))
+        print(json.dumps({"images_per_second": FUNCTIONS[args.loop](args)}))
         return
     train_set, _ = build_datasets(args)
-    known = fields(args, pick_device()) | {"bench": "input"}
-    cannot = {
-        "classic, files": args.dataset != "folder",
-        "classic, memory": not train_set.in_memory,
-    }
-    possible = [loop for loop in LOOPS if not cannot.get(loop)]
-    loops = args.loops or possible
-    if missing := [loop for loop in loops if loop not in possible]:
-        found = f"--loops {shlex.quote(missing[0])}: not for these images"
-        raise UserError(f"{found}; expected one or more of {shlex.join(possible)}")
+    if not train_set.in_memory:
+        raise UserError("these images are read from files: expected small ones of one size")
     records = take_turns(
         args,
-        known,
-        loops,
+        fields(args, pick_device()) | {"bench": "input"},
+        LOOPS,
         run=lambda loop: [run_loop(loop, args)],
         line=lambda run: f"{run['loop']:16} {run['images_per_second']:8.0f} img/s",
     )
     runs = group(records, "loop")
-    ours = runs.get("01", [])
-    show(runs, "01 / loop", {loop: ratios(ours, same) for loop, same in runs.items() if ours})
-    if not train_set.in_memory:
-        compare_with_classic(args, known)
-    if ours:
-        print(summary("01", ours, {loop: same for loop, same in runs.items() if loop != "01"}))
+    show(runs, "01 / loop", {loop: ratios(runs["01"], same) for loop, same in runs.items()})
+    print(summary("01", runs["01"], {loop: runs[loop] for loop in FUNCTIONS}))
 
 
 def run_loop(loop, args):
@@ -117,6 +98,49 @@ def run_loop(loop, args):
     }
 
 
+def command_line(args):
+    """Return the flags that select the data and the training, as a command line."""
+    names = ("dataset", "data_dir", "arch", "batch_size", "limit", "seed", "workers")
+    return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+
+
+def first_batch(args, train_set, device):
+    """Return the first batch of a training set, normalized, as (images, targets) on the device. A
+    small set is repeated.
+    """
+    indices = [k % len(train_set) for k in range(args.batch_size)]
+    images, targets = next(iter(build_loader(train_set, args, indices)))
+    normalize = build_transforms(train_set, args, device)[1]
+    return normalize(images.to(device)), targets.to(device)
+
+
+def build_step(args, train_set, device):
+    """Build a model and return a function that runs one training step: (images, targets) -> (loss,
+    outputs).
+
+    Args:
+        args: Namespace of parse_args.
+        train_set: data set, for the shape of its images and its number of classes.
+        device: torch.device of the model; images and targets must be on it.
+    """
+    torch.manual_seed(args.seed)
+    model = build_model(args, train_set).to(device)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
+    )
+
+    def step(images, targets):
+        outputs = model(images)
+        loss = criterion(outputs, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss, outputs
+
+    return step
+
+
 def limit_loop(args):
     """Time the training step alone, always on the same batch."""
     device = pick_device()
@@ -126,12 +150,12 @@ def limit_loop(args):
     return timed([batch] * (args.epochs * len(train_set) // args.batch_size), step, device)
 
 
-def classic_loop(args, in_memory):
+def classic_loop(args):
     """Time the loop that most tutorials use."""
     device = pick_device()
     train_set, _ = build_datasets(args)
     train_step = build_step(args, train_set, device)
-    dataset = ClassicImages(train_set) if in_memory else files_of(args, train_set)
+    dataset = ClassicImages(train_set)
     # most tutorials ignore it too
     warnings.filterwarnings("ignore", message="This DataLoader will create 4 worker")
     options = {"num_workers": CLASSIC_WORKERS, "pin_memory": device.type == "cuda"}
@@ -158,7 +182,12 @@ class ClassicImages(Dataset):
     def __init__(self, train_set):
         self.images = train_set.images.permute(0, 2, 3, 1).contiguous().numpy()
         self.targets = train_set.targets.tolist()
-        self.transform = transform_of(train_set)
+        mean, std = ([level / 255 for level in levels] for levels in train_set.channel_stats())
+        size = train_set.image_size
+        crop = T.RandomCrop(size, padding=size[0] // 8)
+        self.transform = T.Compose(
+            [crop, T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)]
+        )
 
     def __len__(self):
         return len(self.targets)
@@ -168,88 +197,10 @@ class ClassicImages(Dataset):
         return self.transform(image), self.targets[index]
 
 
-def files_of(args, train_set):
-    """Return the classic data set of as many images as the training set has."""
-    return classic_files(Path(args.data_dir, "train"), transform_of(train_set), len(train_set))
-
-
-def transform_of(train_set):
-    size = train_set.image_size
-    crop = T.RandomResizedCrop(size)
-    if train_set.in_memory:
-        crop = T.RandomCrop(size, padding=size[0] // 8)
-    return classic_transform(crop, train_set.channel_stats())
-
-
-LOOPS = {
-    "classic, files": lambda args: classic_loop(args, in_memory=False),
-    "classic, memory": lambda args: classic_loop(args, in_memory=True),
-    "01": None,  # a script, see run_loop
-    "limit": limit_loop,
-}
-
-
-def compare_with_classic(args, known):
-    """Compare our loader with the classic loader, one worker each, without training."""
-    args.workers = 1
-    train_set, _ = build_datasets(args)
-    augment, _ = build_transforms(train_set, args, torch.device("cpu"))
-    ours = build_loader(train_set, args, range(len(train_set)), train=True)
-
-    def our_batches():
-        return ((augment(images), targets) for images, targets in ours)
-
-    compare_loaders(args, known, files_of(args, train_set), our_batches)
-
-
-# Loading images as most tutorials do, and ours beside it
-
-
-def classic_transform(crop, levels):
-    """Return the transform of one PIL image.
-
-    Args:
-        crop: transform that crops it.
-        levels: mean and standard deviation of each channel, from 0 to 255.
-    """
-    mean, std = ([level / 255 for level in channels] for channels in levels)
-    return T.Compose([crop, T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)])
-
-
-def classic_files(folder, transform, count):
-    """Return `count` images of an ImageFolder, decoded by PIL when they are read."""
-    images = torchvision.datasets.ImageFolder(folder, transform)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    return Subset(images, order[:count].tolist())
-
-
-def compare_loaders(args, known, classic, our_batches):
-    """Read all images with one worker each, --repeats times in turn, without training. Print and
-    record the speeds.
-
-    Args:
-        args: Namespace with repeats, batch_size and log_file.
-        known: dict, the fields of all records.
-        classic: Dataset, read by the classic loader.
-        our_batches: function that returns batches (images, targets, ...) of our loader.
-    """
-    loader = DataLoader(classic, args.batch_size, num_workers=1, persistent_workers=True)
-    loaders = {"classic loader": lambda: loader, "our loader": our_batches}
-    speeds = {name: [] for name in loaders}
-    for repeat in range(-1, args.repeats):
-        for name, batches in loaders.items():
-            begin = time.perf_counter()
-            images = sum(len(batch[1]) for batch in batches())
-            speed = images / (time.perf_counter() - begin)
-            if repeat >= 0:  # the first pass starts the worker and fills the cache of files
-                speeds[name].append(speed)
-                record = {"loop": name, "repeat": repeat, "images_per_second": speed}
-                append(args.log_file, known | record)
-    faster = [ours / classic for classic, ours in zip(*speeds.values(), strict=True)]
-    medians = [f"{name} {statistics.median(values):.1f} img/s" for name, values in speeds.items()]
-    print(f"\nwithout training: {', '.join(medians)}, ours / classic {spread(faster, '.2f')}")
+FUNCTIONS = {"classic, memory": classic_loop, "limit": limit_loop}
+LOOPS = ("classic, memory", "01", "limit")
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(parse_args(__doc__, add_flags))
+        main(parse_args())

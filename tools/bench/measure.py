@@ -1,4 +1,4 @@
-"""Functions shared by the benchmarks: flags, training steps, and runs in turn that are recorded."""
+"""Functions shared by the benchmarks: runs in turn that are timed, shown and recorded."""
 
 import json
 import os
@@ -12,42 +12,13 @@ from pathlib import Path
 
 import torch
 import torchvision
-from torch import nn
 
-from common.data import build_loader, build_transforms
 from common.errors import UserError
-from common.flags import shared_flags, whole_number
-from common.models import build_model
 from common.records import environment
 from common.report import synchronize, warmup_steps
 from tools.records import append, ratios, spread
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def parse_args(doc, add_flags=lambda parser: None):
-    """Parse the flags of a benchmark: the flags of 01 to 05, --repeats, and the benchmark's own
-    flags.
-    """
-    parser = shared_flags(doc, conflict_handler="resolve")
-    # A benchmark compares processes that do equal work.
-    parser.add_argument(
-        "--batch-size", type=whole_number(2), default=256, metavar="N", help="images per process"
-    )
-    parser.add_argument(
-        "--repeats", type=whole_number(1), default=5, metavar="N", help="number of runs per variant"
-    )
-    add_flags(parser)
-    # For input.py: enough images that the batches which workers prefetch before the timing starts
-    # do not matter.
-    parser.set_defaults(limit=100 * 256, epochs=1)
-    return parser.parse_args()
-
-
-def command_line(args):
-    """Return the flags that select the data and the training, as a command line."""
-    names = ("dataset", "data_dir", "arch", "batch_size", "limit", "seed", "workers")
-    return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
 
 
 def pick_device():
@@ -56,43 +27,6 @@ def pick_device():
         if torch.accelerator.is_available()
         else torch.device("cpu")
     )
-
-
-def first_batch(args, train_set, device):
-    """Return the first batch of a training set, normalized, as (images, targets) on the device. A
-    small set is repeated.
-    """
-    indices = [k % len(train_set) for k in range(args.batch_size)]
-    images, targets = next(iter(build_loader(train_set, args, indices)))
-    normalize = build_transforms(train_set, args, device)[1]
-    return normalize(images.to(device)), targets.to(device)
-
-
-def build_step(args, train_set, device):
-    """Build a model and return a function that runs one training step: (images, targets) -> (loss,
-    outputs).
-
-    Args:
-        args: Namespace of parse_args.
-        train_set: data set, for the shape of its images and its number of classes.
-        device: torch.device of the model; images and targets must be on it.
-    """
-    torch.manual_seed(args.seed)
-    model = build_model(args, train_set).to(device)
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
-    )
-
-    def step(images, targets):
-        outputs = model(images)
-        loss = criterion(outputs, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss, outputs
-
-    return step
 
 
 def timed(batches, step, device):
