@@ -33,8 +33,7 @@ import torch
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, number
 from common.records import environment
-from tools.bench.measure import pick_device, write_images
-from tools.experiments import exit_on_signals, machine_name
+from tools.bench.measure import machine_name, pick_device, write_images
 from tools.records import RESULTS, RecordError, read
 
 
@@ -101,20 +100,19 @@ MEMORY = """
         --log-file "$OUT/memory/$NAME.jsonl"
 """
 SPEED = """
+    all="--batch-size $((BATCH * GPUS))"
     for seed in 0 1; do
-        epochs="--limit 50000 --epochs"  # enough for ten seconds
-        all=$((256 * GPUS))
-        echo "python 01_snsc.py --batch-size 256 $epochs 8 --seed $seed"
-        gpus="CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((GPUS - 1)))"
-        echo "$gpus python 02_snmc_dp.py --batch-size $all $epochs 8 --seed $seed"
+        flags="$SPEED --seed $seed --log-file $OUT/speed/$NAME.jsonl --epochs"
+        python 01_snsc.py --batch-size $BATCH $flags $EPOCHS
+        gpus=$(seq -s, 0 $((GPUS - 1)))
+        CUDA_VISIBLE_DEVICES=$gpus python 02_snmc_dp.py $all $flags $EPOCHS
         for n in $COUNTS; do
-            ddp="torchrun --nnodes=1 --nproc-per-node=$n 03_mnmc_ddp_launch.py"
-            echo "$ddp --batch-size $((256 * n)) $epochs $((8 * n)) --seed $seed"
-            echo "$ddp --batch-size 256 $epochs $((8 * n)) --seed $seed"
+            ddp="torchrun --nproc-per-node=$n 03_mnmc_ddp_launch.py $flags $((EPOCHS * n))"
+            $ddp --batch-size $((BATCH * n))
+            [ $n = 1 ] || $ddp --batch-size $BATCH
         done
-        spawn="python 04_mnmc_ddp_mp.py --nproc-per-node $GPUS"
-        echo "$spawn --batch-size $all $epochs $((8 * GPUS)) --seed $seed"
-    done | python tools/experiments.py speed --commands - --machine "$NAME" --out "$OUT" $SPEED
+        python 04_mnmc_ddp_mp.py --nproc-per-node $GPUS $all $flags $((EPOCHS * GPUS))
+    done
 """
 
 PROOFS = [
@@ -145,7 +143,9 @@ SIZES = {
     "INPUT": "--limit 25000 --epochs 4 --repeats 2",
     "CIFAR10": "--arch resnet18 --image-size 128 --epochs 30",
     "MEMORY": "--arch vit_b_16 --batch-size 64 --steps 20",
-    "SPEED": "",
+    "SPEED": "--limit 50000",
+    "BATCH": "256",  # images per process and training step
+    "EPOCHS": "8",  # of one process: enough for ten seconds
 }
 TINY = {
     "IMAGES": "$REHEARSAL",
@@ -155,7 +155,9 @@ TINY = {
     "INPUT": "--epochs 1 --repeats 1 --batch-size 16 --arch small_net",
     "CIFAR10": "--arch small_net --image-size 32 --epochs 1 --workers 1",
     "MEMORY": "--arch resnet18 --batch-size 2 --steps 1 --image-size 32",
-    "SPEED": "--dry-run",
+    "SPEED": "--dataset folder --data-dir $REHEARSAL --arch small_net",
+    "BATCH": "16",
+    "EPOCHS": "1",
 }
 
 
@@ -334,6 +336,13 @@ class Runner:
         print(f"{name:10} {seconds:4.0f} s  {verdict}", flush=True)
 
 
+def exit_on_signals():
+    """Exit by an exception on SIGTERM and SIGHUP, unless nohup has told us to ignore it."""
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(stop) is not signal.SIG_IGN:
+            signal.signal(stop, lambda *_: sys.exit(143))
+
+
 def show_list(passed):
     for title, parts in (("Proofs, four at a time", PROOFS), ("Speeds, one at a time", SPEEDS)):
         print(f"{title}:")
@@ -401,7 +410,7 @@ def run(args, out, sizes):
         show_list(runner.passed())
         return
     chosen = args.parts or {part.name for part in PROOFS + SPEEDS} - runner.passed()
-    for name in ("train", "input", "imagenet", "memory"):
+    for name in ("train", "input", "imagenet", "memory", "speed"):
         (out / name).mkdir(parents=True, exist_ok=True)
     exit_on_signals()  # through Runner.run(), which leaves no process behind
     try:

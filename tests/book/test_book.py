@@ -367,7 +367,6 @@ SHORT_06 = ["--epochs=1", "--batch-size=16", "--arch=mnist_net", "--image-size=3
 LESSON = "06_imagenet.md"  # whose commands build on one another: a test of its own
 ELSEWHERE = (  # run by other tests, in sizes of their own
     "tools/bench/",
-    "tools/experiments.py",
     "launch/preflight.py",
     "tools/plan.py",
     "tools/fit.py",

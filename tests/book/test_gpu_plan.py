@@ -121,8 +121,7 @@ def test_the_list_says_what_has_passed_and_a_mistake_is_named(monkeypatch, capsy
 
 def commands_of(part):
     """The words of each command that starts Python in the script of a part, in full size."""
-    show = 'python() { [ $1 = tools/experiments.py ] && cat; printf "%q " "$@"; echo; }\n'
-    show += 'torchrun() { python "${@:2}"; }\n'
+    show = 'python() { printf "%q " "$@"; echo; }; torchrun() { python "${@:2}"; }\n'
     variables = gpu.SIZES | {"GPUS": "2", "COUNTS": "1 2", "DIR": "/tmp", "OUT": "x", "NAME": "y"}
     script = f"{show} exec 3>&1; tee() {{ cat >&3; }}; grep() {{ return 1; }}; {part.script}"
     done = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True)
@@ -135,11 +134,9 @@ def test_every_script_of_the_list_takes_its_flags(monkeypatch):
     for part in [*gpu.PROOFS[1:], *gpu.SPEEDS]:
         commands = commands_of(part)
         assert commands, part.name
-        for words in commands:
-            if words[0] != "-m":  # pytest
-                # what experiments.py reads begins with python or torchrun
-                k = next(k for k, word in enumerate(words) if word.endswith(".py"))
-                parse(monkeypatch, *words[k:])
+        for script, *flags in commands:
+            if script != "-m":  # pytest
+                parse(monkeypatch, script, *flags)
 
 
 @pytest.fixture
@@ -210,3 +207,14 @@ def test_a_signal_leaves_no_process_behind():
     code, out, _ = finished(process, timeout=120)
     assert code != 0 and gone(seen, seconds=30)
     assert re.search(r"^rungs +\d+ s  stopped$", out, re.M)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_stops_the_tool_but_not_under_nohup(ignored):
+    code = "from tools import gpu; import os, signal; gpu.exit_on_signals(); "
+    code += "os.kill(os.getpid(), signal.SIGHUP); print('still here')"
+    if not ignored:  # though these tests may run under nohup
+        code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); {code}"
+    command = ["nohup"] * ignored + [sys.executable, "-c", code]
+    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (end.returncode, end.stdout) == ((0, "still here\n") if ignored else (143, "")), end

@@ -14,7 +14,8 @@ import torch
 import torchvision
 
 from common.errors import UserError
-from common.records import environment
+from common.machine import cores_per_process
+from common.records import device_name, environment
 from common.report import synchronize, warmup_steps
 from tools.records import append, ratios, spread
 
@@ -46,6 +47,16 @@ def timed(batches, step, device):
             begin = time.perf_counter()
     synchronize(device)
     return done / (time.perf_counter() - begin)
+
+
+def machine_name():
+    """Return a name for this machine, of its device and the number of devices."""
+    device = pick_device()
+    count = f"{cores_per_process(1)} cores"
+    if device.type != "cpu":
+        devices = torch.accelerator.device_count()
+        count = f"x {devices}" if devices > 1 else ""
+    return re.sub(r"[^a-z0-9]+", "-", f"{device_name(device)} {count}".lower()).strip("-")
 
 
 def run_alone(what, make_command):

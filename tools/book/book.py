@@ -150,8 +150,7 @@ def shown_commands():
 def record(commands):
     """Run commands and record their output in results/output/."""
     from common.records import environment
-    from tools.bench.measure import pick_device
-    from tools.experiments import machine_name
+    from tools.bench.measure import machine_name, pick_device
 
     path = RESULTS / "output" / f"{machine_name()}.jsonl"
     path.parent.mkdir(exist_ok=True)

@@ -44,7 +44,7 @@ def published_setting():
 
 
 def accuracy():
-    """Make the table of CIFAR-10 by number of processes: tools/experiments.py accuracy."""
+    """Make the table of CIFAR-10 by number of processes."""
     published_accuracy = {
         run["world_size"]: f"{run['train_acc'][-1]:.1f}" for run in published()["cifar10"]["runs"]
     }
