@@ -11,8 +11,10 @@ was found. Data is compared by hashes, which are kept in memory.
 """
 
 import argparse
+import json
 import os
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -23,6 +25,7 @@ os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from rank_watch import on_cpu, script
+from rank_watch.before import VARIABLE
 from rank_watch.recorder import Recorder, watch
 
 
@@ -49,6 +52,17 @@ def parse_args():
         action="store_true",
         help="run a script that asks for GPUs on the CPU: devices, nccl, mixed precision",
     )
+    parser.add_argument(
+        "--before",
+        metavar="COMMAND",
+        help="then run the script before it was converted, with its flags, in one process, and "
+        "compare each training step; same: the script itself",
+    )
+    parser.add_argument(
+        "--no-dropout",
+        action="store_true",
+        help="switch dropout and stochastic depth off, so that --before compares exactly",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
     parser.add_argument("script", help="the training script, and its own flags after it")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -61,6 +75,8 @@ def main():
         script.exit_unless_python(
             args.script, "torchrun --nproc-per-node=2 launch/check_ranks.py train.py"
         )
+    if args.before:
+        note_before(args)
     # A run that ends after some steps leaves semaphores, of which Python would warn.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     if args.cpu:
@@ -72,6 +88,25 @@ def main():
         watch(lambda: runpy.run_module(args.script, run_name="__main__", alter_sys=True))
     else:
         watch(lambda: script.run(args.script))
+
+
+def note_before(args):
+    """Let the recorders of this run, and of processes that it starts, record for --before."""
+    command = [*["-m"] * args.module, args.script, *args.flags]
+    if args.before != "same":
+        command = shlex.split(args.before)
+        command = command[command[:1] == ["python"] :]
+    if command[:1] != ["-m"]:
+        script.exit_unless_python(command[0], '--before "train_old.py --batch-size 32"')
+    if args.before == "same" and not any(name in os.environ for name in script.RANKS):
+        script.say(
+            "check_ranks.py: --before same: the script starts its processes itself: expected the "
+            'flags with which it starts one, as in --before "train.py --nproc 1"'
+        )
+        sys.exit(2)
+    options = {"command": command, "same": args.before == "same", "no_dropout": args.no_dropout}
+    options["flags"] = ["--epoch-steps", str(args.epoch_steps), *["--cpu"] * args.cpu]
+    os.environ[VARIABLE] = json.dumps(options)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rank_watch.before import compare
 from rank_watch.calls import differences, join
 from rank_watch.findings import judge
 from rank_watch.runs import Run
@@ -198,6 +199,7 @@ class Monitor:
                 at = rank.answer["at"] if rank.answer else "an unknown place"
                 run.end = {"why": "waits", "at": at}
         judgment = judge(runs)
+        compare.check(runs, judgment, complete=hang is None)
         hang = hang or explain_failure(runs)
         found = [hang, *judgment.found] if hang else judgment.found
         failures = failures_of(runs, hang)

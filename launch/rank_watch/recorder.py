@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_watch import on_cpu, watched
+from rank_watch import before, on_cpu, watched
 from rank_watch.hooks import replace
 from rank_watch.places import (
     is_own,
@@ -77,6 +77,7 @@ class Recorder:
             replace(owner, "start_processes", self.start_processes)
         for kind in watched.KINDS:
             kind.install(self)
+        before.install(self)
 
     def join(self, real, *args, **kwargs):
         if self.connection or dist.is_initialized() or os.getpid() != self.pid:
@@ -202,7 +203,8 @@ class Recorder:
         self.add("calls", **calls_so_far(at=""))
         self.add("done", why=why, **values)
         self.flush()
-        self.listener.join()
+        if self.listener:  # else this is the one process of --before
+            self.listener.join()
         self.write_error_file()
 
     def finish_alone(self):

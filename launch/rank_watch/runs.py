@@ -26,6 +26,8 @@ class Loader:
     def __init__(self, values):
         self.line = values["line"]
         self.older = values["older"]  # loaders that were in use before it was made
+        self.key = values["key"]  # its name in each process, or None: its samples have no numbers
+        self.length = values.get("length")  # batches of a pass
         self.iterable = values["iterable"]
         self.known = False  # each sample has a number, an index of the data set
         self.size = values.get("size")  # of its data set
@@ -85,11 +87,13 @@ class Loader:
 class Epoch:
     """One pass over a loader."""
 
-    def __init__(self, begins):
+    def __init__(self, begins, subset):
         self.begins = begins  # training steps before it
+        self.subset = subset  # of its loader
         self.batches = []  # lists of indices, as the sampler gave them, or None: unknown
         self.indices = []  # a whole number for each sample
         self.ended = False  # it was not cut, and the run did not end in it
+        self.cut = False  # by --epoch-steps
         self.uses = []  # a set for each batch: of each forward pass after it, whether it trains
 
     def trains(self):
@@ -118,6 +122,7 @@ class Run:
         self.forwards = []
         self.micro_steps = []  # (step, forward passes, loaded batches) of each backward pass
         self.loaders = []
+        self.passes_over = defaultdict(list)  # the key of a loader: its epochs
         self.draws = {}  # (step, span, source): state
         self.follows = []
         self.scales = []
@@ -168,13 +173,17 @@ class Run:
             case "loader":
                 self.loaders.append(Loader(event))
             case "epoch":
-                self.loaders[event["loader"]].epochs.append(Epoch(len(self.steps)))
+                loader = self.loaders[event["loader"]]
+                loader.epochs.append(Epoch(len(self.steps), loader.subset))
+                self.passes_over[loader.key].append(loader.epochs[-1])
             case "indices":
                 self.loaders[event["loader"]].epochs[-1].batches.append(event["indices"])
             case "epoch ends":
                 self.loaders[event["loader"]].epochs[-1].ended = True
             case "epoch is cut":
                 self.is_cut = True
+                if event["loader"] is not None:
+                    self.loaders[event["loader"]].epochs[-1].cut = True
             case "batch":
                 self.read_batch(event["loader"])
             case "samples":

@@ -46,6 +46,9 @@ class Loaders:
         self.recorder = recorder
         # a loader: where it was made, and how many were used before
         self.loader_lines = WeakIdKeyDictionary()
+        self.kinds = {}  # (samples of the base, line, samples) of a loader: its key
+        self.keys = WeakIdKeyDictionary()  # a loader: its name in each process
+        self.real_length = DataLoader.__len__
         self.loaders = WeakIdKeyDictionary()  # a loader: its number, from its first pass on
         self.iterators = WeakIdKeyDictionary()  # of a loader: the loader's number
         self.beginning = None  # the number of the loader whose iterator is made now
@@ -56,7 +59,20 @@ class Loaders:
 
     def make_loader(self, real, loader, *args, **kwargs):
         self.loader_lines[loader] = own_line(), len(self.data_sets)
-        return real(loader, *args, **kwargs)
+        result = real(loader, *args, **kwargs)
+        if loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset):
+            with contextlib.suppress(TypeError):  # a data set without a length
+                self.keys[loader] = self.key_of(loader.dataset)
+        return result
+
+    def key_of(self, dataset):
+        """Return a name of a loader, by which the script before it was converted knows it too."""
+        base = dataset
+        while isinstance(base, Subset):
+            base = base.dataset
+        kind = len(base), own_line(), len(dataset)
+        count = sum(size == kind[0] for size, *_ in self.kinds)
+        return self.kinds.setdefault(kind, f"{kind[0]} samples, loader {count + 1}")
 
     def begin_loader(self, real, loader):
         if get_worker_info() is not None:
@@ -98,11 +114,14 @@ class Loaders:
                 "shuffle": isinstance(sampler, RandomSampler) or shuffles,
                 "seed": getattr(sampler, "seed", None),
                 "replicas": getattr(sampler, "num_replicas", None),
-                "drop_last": bool(loader.drop_last),
+                "drop_last": loader.drop_last or bool(getattr(sampler, "drop_last", False)),
                 "batch_size": loader.batch_size,
             }
         line, older = self.loader_lines.get(loader, ("", 0))
-        self.recorder.add("loader", line=line or own_line(), older=older, **values)
+        with contextlib.suppress(TypeError):  # of a stream
+            values["length"] = self.length(self.real_length, loader)
+        key = self.keys.get(loader)
+        self.recorder.add("loader", line=line or own_line(), older=older, key=key, **values)
 
     def next_index(self, real, iterator):
         number = self.iterators.get(iterator, self.beginning)
@@ -122,7 +141,7 @@ class Loaders:
     def next_batch(self, real, iterator):
         enough = self.recorder.epoch_steps and iterator._num_yielded >= self.recorder.epoch_steps
         if enough and not is_at_its_end(iterator):
-            self.recorder.add("epoch is cut")
+            self.recorder.add("epoch is cut", loader=self.iterators.get(iterator))
             raise StopIteration
         self.recorder.mark("outside")
         batch = real(iterator)
@@ -363,7 +382,7 @@ def find_shared_samples(runs, loaders):
     if loader.subset is not None and not most_shared([set(one.subset) for one in loaders]):
         return None  # a share that was taken by hand
     if draws_with_replacement(loaders):
-        if whole:
+        if whole and loader.share == loader.size:  # more is a length of the script's own choice
             return (
                 f"each of the {world_size} ranks draws {loader.share:,} samples per epoch from a "
                 f"data set of {loader.size:,} {where}: {world_size} epochs in one. Give it "

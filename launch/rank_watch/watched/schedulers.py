@@ -18,7 +18,10 @@ def install(recorder):
             recorder.add("schedule", line=own_line(), id=id(scheduler), by_library=by_library)
         return real(scheduler, *args, **kwargs)
 
-    replace(torch.optim.lr_scheduler.LRScheduler, "step", step)
+    base = torch.optim.lr_scheduler.LRScheduler
+    for kind in vars(torch.optim.lr_scheduler).values():
+        if isinstance(kind, type) and issubclass(kind, base) and "step" in vars(kind):
+            replace(kind, "step", step)
 
 
 def judge(runs, judgment):
