@@ -254,7 +254,12 @@ MISTAKES = {
             "sampler=range(rank, 21, world_size))",
             "sampler=range(rank, 21, world_size), drop_last=True)",
         ),
-        r"of 21 samples, the ranks evaluate 1 on no rank, such as sample 20",
+        r"of 21 samples, the ranks evaluate 1 on no rank, such as sample 20 .* out drop_last",
+    ],
+    "evaluation mode on one rank": [
+        ("    ddp.train()\n", "    ddp.train(rank == 0 or epoch == 0)\n"),
+        r"the model is in another mode on each rank in training step 9 \(training mode on rank 0, "
+        r"evaluation mode on rank 1, train.py:\d+\)",
     ],
     "statistics of batch norm": [
         ("        dist.broadcast(buffer, 0)", "        pass"),
@@ -927,6 +932,18 @@ def test_short_epochs_show_an_evaluation_soon(check):
     # its three batches on rank 0 are all of its share
     _, output = check(RIGHT, "--epoch-steps", "3")
     assert "no whole evaluation" not in output and "samples evaluated once" in output
+
+
+def test_an_evaluation_on_one_rank_that_the_others_do_not_learn_of_is_a_note(check):
+    alone = [
+        ("sampler=range(rank, 21, world_size)", ""),
+        ("y in test_loader:", "y in test_loader if rank == 0 else []:"),
+    ]
+    codes, output = check(script_with(alone))
+    assert "only rank 0 evaluates" not in output, output
+    silent = [("    dist.all_reduce(total)\n", ""), ("    scheduler.step(total.item())\n", "")]
+    codes, output = check(script_with(alone + silent))
+    assert codes == [0, 0] and re.search(r"note: only rank 0 evaluates \(\S+:\d+\), and", output)
 
 
 def test_without_an_optimizer_nothing_is_praised(check):

@@ -19,6 +19,7 @@ from rank_watch.watched import (
     loaders,
     losses,
     models,
+    modes,
     one_input,
     optimizers,
     random_numbers,
@@ -30,5 +31,5 @@ from rank_watch.watched import (
 KINDS = (  # in this order: a finding may leave out another one that is its consequence
     *(models, optimizers, gradients, clipping, schedulers, loaded, sharding, losses),
     *(loaders, inputs, random_numbers, samples, one_input, evaluations),
-    *(accumulation, files, collectives),
+    *(modes, accumulation, files, collectives),
 )

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from rank_watch.calls import join
 from rank_watch.compare import (
     COPY,
     DATA,
@@ -24,6 +25,21 @@ def judge(runs, judgment):
         check_evaluation(runs, judgment)
     check_evaluated_model(runs, judgment)
     check_sums(runs, judgment)
+    check_alone(runs, judgment)
+
+
+def check_alone(runs, judgment):
+    """Say so if some ranks evaluate alone, and the others learn nothing of it."""
+    alone = [run for run in runs if any(not forward.training for forward in run.forwards)]
+    if len(alone) in (0, len(runs)):
+        return
+    line, calls = next(evaluations(alone[0], all_write=False), ("", ["unknown"]))
+    if not calls:
+        judgment.notes.append(
+            f"only {join([run.rank for run in alone])} evaluates ({line}), and no collective tells "
+            "the others its result: right if no rank decides by it (to stop, or on a learning "
+            "rate), and if it ends within the timeout of the process group, in which they wait"
+        )
 
 
 def check_sums(runs, judgment):
@@ -107,12 +123,15 @@ def check_evaluation(runs, judgment):
                 "their counts are not summed over the ranks, but every rank does the same work"
             )
         elif parts:
+            remedy = "Give each rank"
+            if missing and loader.drop_last:
+                remedy = "Leave out drop_last=True, and give each rank"
             gathers = any("gather" in name for name, *_ in runs[0].messages)
             only_twice = gathers and not missing
             (judgment.notes if only_twice else judgment.found).append(
                 f"of {len(everything):,} samples, the ranks evaluate {' and '.join(parts)} "
                 f"({loader.sampler} at {loader.line}): the result depends on the number of ranks, "
-                "unless you leave out the repeated ones after a gather. Give each rank "
+                f"unless you leave out the repeated ones after a gather. {remedy} "
                 f"range(rank, len(dataset), world_size) ({DATA}#exact-evaluation)"
             )
         else:
