@@ -59,9 +59,10 @@ def parse_args():
         "compare each training step; same: the script itself",
     )
     parser.add_argument(
-        "--no-dropout",
+        "--no-random",
         action="store_true",
-        help="switch dropout and stochastic depth off, so that --before compares exactly",
+        help="no dropout, and the same random crops of a sample in both runs, so that --before "
+        "compares exactly",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
     parser.add_argument("script", help="the training script, and its own flags after it")
@@ -104,7 +105,7 @@ def note_before(args):
             'flags with which it starts one, as in --before "train.py --nproc 1"'
         )
         sys.exit(2)
-    options = {"command": command, "same": args.before == "same", "no_dropout": args.no_dropout}
+    options = {"command": command, "same": args.before == "same", "no_random": args.no_random}
     options["flags"] = ["--epoch-steps", str(args.epoch_steps), *["--cpu"] * args.cpu]
     os.environ[VARIABLE] = json.dumps(options)
 

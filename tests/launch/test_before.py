@@ -84,6 +84,15 @@ for epoch in range(3):
 dist.destroy_process_group()
 """
 
+NOISY = """\
+class Noisy(TensorDataset):
+    def __getitem__(self, k):
+        x, y = super().__getitem__(k)
+        return x + 0.1 * torch.randn(8) + random.random(), y
+
+
+data, test_data = Noisy(x, y)"""
+
 LABELS = "torch.arange(64) % 2"  # in both scripts
 # name: (what is replaced in NEW, by what, what is found)
 MISTAKES = {
@@ -164,7 +173,12 @@ def compare(tmp_path):
 
 
 def test_a_right_conversion_is_the_script_before_up_to_rounding(compare):
-    code, output = compare(OLD, NEW, "--no-dropout")
+    plain = "data, test_data = TensorDataset(x, y)"
+    old, new = (f"import random\n{text.replace(plain, NOISY)}" for text in (OLD, NEW))
+    new = new.replace(
+        "batch_size=2, ", "batch_size=2, num_workers=1, multiprocessing_context='fork', "
+    )
+    code, output = compare(old, new, "--no-random")
     assert code == 0 and "found: " not in output, output
     rounding = re.search(
         r"as in train_old.py: same for 20 steps, up to (\S+); the same sch", output
@@ -183,7 +197,7 @@ def test_a_mistake_that_all_ranks_make_is_found(compare, name):
         assert text in new, text
         new = new.replace(text, other)
         old = old.replace(text, other) if text == LABELS else old
-    code, output = compare(old, new, "--no-dropout", "--steps", "0")
+    code, output = compare(old, new, "--no-random", "--steps", "0")
     found = [line for line in output.splitlines() if line.startswith("found: ")]
     assert len(found) == 1 and re.match(f"found: --before: {expected}", found[0]), output
     assert code == 1
@@ -198,7 +212,7 @@ def test_a_script_with_dropout_is_compared_loosely(compare):
         in output
     )
     assert "same for" not in output
-    code, output = compare("same", NEW, "--no-dropout")
+    code, output = compare("same", NEW, "--no-random")
     assert code == 0 and "as in one process: same for 20 steps, up to " in output, output
 
 
@@ -211,6 +225,6 @@ def test_what_cannot_be_compared_is_a_note(compare):
     new = NEW.replace(
         "enumerate(loader)", "enumerate([(torch.randn(2, 8), torch.tensor([0, 1]))] * 16)"
     )
-    code, output = compare("same", new, "--no-dropout")
+    code, output = compare("same", new, "--no-random")
     assert code == 0 and "same for" not in output, output
     assert "note: --before: training step 1 has other inputs: not read by index" in output

@@ -458,6 +458,13 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "images that rank 0 generates after the evaluation": [
+        (
+            "    if rank == 0:\n        torch.save",
+            "    if rank == 0:\n        with torch.no_grad():\n            net(torch.randn(4, 8))\n"
+            "        torch.save",
+        ),
+    ],
     "a checkpoint of a part, a loss summed for printing, few samples drawn with replacement": [
         (
             "ddp = D",

@@ -21,9 +21,10 @@ from rank_watch.before.training import Training
 STRICT, HALF = 1e-4, 3e-2  # relative differences of the first step: float32, and less
 GROWTH = 30  # of differences from step to step, if they are rounding
 NOISE = 0.02  # from this difference on, rounding has grown too large for a comparison
-# in findings between the ranks that make their losses, gradients or schedules differ
-EXPLAIN = ("clip_grad_norm_()", "the scheduler is stepped", "the loss was averaged", "its own part")
-TIMES = re.compile(r"#\s?(s|ms|sec|min|it/s|img/s)\b|time|took", re.IGNORECASE)
+# in findings between the ranks, which have what is seen here as a consequence
+EXPLAIN = ("clip_grad_norm_()", "the scheduler is stepped", "the loss was averaged")
+EXPLAIN_EVALUATION = ("its own part", "the ranks evaluate")
+TIMES = re.compile(r"#\s?(s|ms|sec|min|it/s|img/s)\b|time|took|elaps", re.IGNORECASE)
 COPY = "docs/copy-setup-distributed.md"
 
 # The ratios of loss and gradient, ranks to one process, and which mistake has this sign.
@@ -92,8 +93,8 @@ def check(runs, judgment, complete):
                 one = run_one(ranks, options, folder, parts)
             problem = problem_of(one)
         if problem is None:
-            run_rank_0 = functools.partial(run_one, ranks[:1], options, folder, parts)
-            Comparison(ranks, one, options, judgment, run_rank_0).run()
+            rank_0 = functools.partial(run_one, ranks[:1], options, folder, parts)
+            Comparison(ranks, one, options, judgment, functools.cache(rank_0)).run()
         else:
             judgment.notes.append(f"--before: not compared with one process: {problem}")
     finally:
@@ -137,20 +138,21 @@ class Comparison:
         self.name = "one process" if self.same else options["command"][0]
         self.same_data = [self.has_same_data(k) for k in range(self.count)]
         self.is_repeated = all(self.same_data)  # the process has read what the ranks read
+        self.is_equal = False  # all losses and gradients
 
     def run(self):
         if not self.same:
             self.compare_batches()
         if self.compare_steps():
             self.compare_settings()
-            if self.is_repeated and not self.ranks[0].run.is_cut:
+            if self.is_equal and not self.ranks[0].run.is_cut:
                 self.compare_evaluations()
         if self.is_repeated:
             self.compare_ends()
 
-    def found(self, text):
-        if any(word in known for known in self.judgment.found for word in EXPLAIN):
-            self.note(f"{text}. Repair first what was found between the ranks")
+    def found(self, text, unless=EXPLAIN):
+        if any(word in known for known in self.judgment.found for word in unless):
+            self.note(f"{text} (repair first what was found between the ranks)")
         else:
             self.judgment.found.append(f"--before: {text} ({COPY}#check-your-conversion)")
 
@@ -167,18 +169,51 @@ class Comparison:
 
     def compare_batches(self):
         """Compare how many samples a training step reads, as the scripts ask for it."""
-        for key in self.ranks[0].run.passes_over:
-            ours, theirs = self.ranks[0].loader(key), self.one.loader(key)
-            if not (ours and theirs and ours.batch_size and theirs.batch_size):
-                continue
-            count = ours.batch_size * self.n * self.ranks[0].micro_steps()
-            before = theirs.batch_size * self.one.micro_steps()
-            if count != before:
+        counts = self.counts()
+        if counts[0] != counts[1] and all(counts):
+            self.found(
+                f"{self.n} ranks train on {counts[0]:.0f} samples in a training step, the script "
+                f"before on {counts[1]:.0f}: divide the batch size or the micro-steps by the "
+                "world size. Right if you chose it, with another learning rate"
+            )
+        for ours, theirs in self.pairs_of_loaders():
+            sizes = [one.size or 0 for one in ours]
+            if all(sizes) and sum(sizes) + self.n < (theirs.size or 0):
                 self.found(
-                    f"{self.n} ranks train on {count:.0f} samples in a training step, the script "
-                    f"before on {before:.0f}: divide the batch size or the micro-steps by the "
-                    "world size. Right if you chose it, with another learning rate"
+                    f"the loaders at {ours[0].line} hold {' + '.join(map(str, sizes))} samples, "
+                    f"that of the script before {theirs.size}: some are on no rank"
                 )
+            if ours[0].drop_last and not theirs.drop_last:
+                self.note(
+                    f"drop_last=True at {ours[0].line} leaves out samples in each epoch, which the "
+                    "script before reads"
+                )
+
+    def counts(self):
+        """Return the samples of a training step, of all ranks together and of the one process."""
+        for ours, theirs in self.pairs_of_loaders():  # from which one process reads other batches
+            if ours[0].batch_size and theirs.batch_size:
+                count = sum(loader.batch_size for loader in ours) * self.ranks[0].micro_steps()
+                return count, theirs.batch_size * self.one.micro_steps()
+        *ours, theirs = (
+            statistics.median(step.count() for step in training.steps)
+            for training in [*self.ranks, self.one]
+        )
+        return sum(ours), theirs
+
+    def pairs_of_loaders(self):
+        """Return (loaders of the ranks, that of one process) that train on the same data."""
+        trainings = [*self.ranks, self.one]
+        pairs = []
+        for key in self.ranks[0].run.passes_over:
+            loaders = [training.loader(key) for training in trainings]
+            pairs += [(loaders[:-1], loaders[-1])] * all(loaders)
+        if not pairs:  # their data sets have other sizes
+            all_loaders = [training.loaders() for training in trainings]
+            if all(len(loaders) == 1 for loaders in all_loaders):
+                *ours, theirs = (loader for (loader,) in all_loaders)
+                pairs = [(ours, theirs)]
+        return pairs
 
     def compare_steps(self):
         """Compare loss and gradient in each training step; return whether no mistake was found."""
@@ -192,12 +227,17 @@ class Comparison:
                     f"compared for {k} steps: then numbers are infinite, or rounding is large"
                 )
                 break
-            if not max(of_loss, of_gradient) <= max(limit * (10 if k else 1), GROWTH * largest):
-                loose = self.why_loose()
+            bound = max(limit * (10 if k else 1), GROWTH * largest)
+            if of_gradient <= bound and any(
+                is_near(ratio(ours, theirs), factor, bound) for factor in (self.n, 1 / self.n)
+            ):
+                of_loss = of_gradient  # a loss that is a sum over samples
+            if not max(of_loss, of_gradient) <= bound:
+                loose = self.why_loose(k)
                 return self.compare_factors(loose) if loose else self.explain(k)
             largest = max(largest, of_loss, of_gradient)
             steps += bool(gradient)
-        self.is_repeated = True
+        self.is_repeated = self.is_equal = True
         if not steps or not self.ranks[0].micro_steps():
             self.note("no gradient reached the optimizer, or no backward() was seen")
         else:
@@ -205,25 +245,24 @@ class Comparison:
             self.judgment.compared.append(result)
         return True
 
-    def weights(self):
-        """Return what all processes have noted of their first weights."""
-        runs = [training.run for training in [*self.ranks, self.one]]
-        return [event for run in runs for event in run.noted["weights"]]
+    def weights(self, of=()):
+        """Return what these processes, or all, have noted of their first weights."""
+        trainings = of or [*self.ranks, self.one]
+        return [event for training in trainings for event in training.run.noted["weights"]]
 
-    def why_loose(self):
-        """Return why losses and gradients cannot be equal, or None."""
+    def why_loose(self, k):
+        """Return why losses and gradients of training step k cannot be equal, or None."""
         if not all(one["loaded"] for one in self.weights()):
             return "its weights have other shapes, so both begin differently"
-        if any(one["batch_norm"] for one in self.weights()):
+        if any(one["batch_norm"] for one in self.weights(of=self.ranks)):
             return "batch norm sees only the samples of its own rank, so the losses must differ"
+        remedy = "" if self.options["no_random"] else ": try --no-random"
         if any(training.draws() for training in [*self.ranks, self.one]):
-            remedy = "" if self.options["no_dropout"] else ": try --no-dropout"
             return f"the forward pass draws random numbers, as dropout does{remedy}"
-        if not self.is_repeated:
-            k = next(k for k, same in enumerate(self.same_data) if not same)
+        if not self.same_data[k] and not (self.has_same_count(k) and self.repeats_rank_0()):
             return (
                 f"training step {k + 1} has other inputs: not read by index from a DataLoader, or "
-                "changed at random, or padded to the longest of the batch"
+                f"changed at random, or padded to the longest of the batch{remedy}"
             )
         return None
 
@@ -246,15 +285,18 @@ class Comparison:
 
     def compare_factors(self, reason):
         """Compare only whether losses and gradients differ by the number of ranks."""
-        steps = range(min(self.count, 10))
-        losses = [ratio(*self.losses(k)[:2]) for k in steps]
-        gradients = [ratio(*self.gradients(k)[:2]) for k in steps]
-        for factor in (self.n, 1 / self.n):
-            near = [mostly_near(some, factor) for some in (losses, gradients)]
+        optimizers = [step["optimizer"] for step in self.ranks[0].run.steps[: self.count]]
+        factors = {self.n, 1 / self.n, max(self.n, self.ranks[0].micro_steps())}
+        for optimizer, factor in itertools.product(set(optimizers), factors):
+            steps = [k for k, one in enumerate(optimizers) if one == optimizer][:10]
+            losses = [ratio(*self.losses(k)[:2]) for k in steps]
+            if not mostly_near([ratio(*self.gradients(k)[:2]) for k in steps], factor):
+                continue
+            scaled = mostly_near(losses, factor)
             # the gradient of fewer samples is larger by chance
-            if near[0] or (near[1] and (factor > 1 or self.is_repeated)):
-                of_loss, of_gradient = (factor if one else 1 for one in near)
-                self.found(f"{self.values(0)}. {self.cause(0, of_loss, of_gradient)}")
+            if scaled or factor > 1 or self.is_repeated:
+                cause = self.cause(steps[0], factor if scaled else 1, factor)
+                self.found(f"{self.values(steps[0])}. {cause}")
                 return False
         self.note(f"{reason}. Losses and gradients were compared only by factors of {self.n}")
         return True
@@ -267,16 +309,25 @@ class Comparison:
         fixed = "does the script expect batches of a fixed size? Later steps were not compared"
         if self.same and cause is None and not is_near(loss, 1) and len(set(of_ranks)) == 1:
             self.note(f"{self.values(k)}. All ranks have one loss, of all samples: {fixed}")
-        elif self.same and is_near(loss, 1 / self.n) and self.depends_on_batch_size(k):
+        elif self.same and is_near(loss, 1 / self.n) and self.repeats_rank_0():
             self.note(f"{self.values(k)}. Is the loss a sum, or {fixed}")
         else:
             self.found(f"{self.values(k)}. {cause or self.other_cause(k, loss)}")
         return False
 
-    def depends_on_batch_size(self, k):
-        """Return whether one process computes from the samples of rank 0 the loss of rank 0."""
+    def has_same_count(self, k):
+        """Return whether the ranks together train on as many samples as the one process."""
+        counts = [training.steps[k].count() for training in [*self.ranks, self.one]]
+        return sum(counts[:-1]) == counts[-1]
+
+    def repeats_rank_0(self):
+        """Return whether one process computes from the samples of rank 0 the loss of rank 0.
+
+        Then nothing is random. Rows that are padded to the longest of another batch have other
+        hashes, though they are the same samples.
+        """
         steps = self.run_rank_0().steps
-        return k < len(steps) and is_near(steps[k].loss(), self.ranks[0].steps[k].loss(), 1e-3)
+        return bool(steps) and is_near(steps[0].loss(), self.ranks[0].steps[0].loss(), 1e-5)
 
     def values(self, k):
         (ranks, one, _), (gradient, other, _) = self.losses(k), self.gradients(k)
@@ -298,18 +349,21 @@ class Comparison:
         return None
 
     def other_cause(self, k, loss):
-        if is_near(loss, 1, 1e-3):
+        if is_near(loss, 1, STRICT):
             clips = " Is it clipped before the average?" if self.ranks[0].steps[k].clips else ""
             return f"{PART_IS_LOST}{clips}"
-        counts = [sum(map(len, training.steps[k].inputs)) for training in self.ranks]
+        counts = [training.steps[k].count() for training in self.ranks]
         shares = f" ({' and '.join(map(str, counts))} here)" if min(counts) < max(counts) else ""
-        return MEAN_OF_MEANS.format(shares)
+        padding = "" if self.same_data[k] else ". Or the model sees the padding of a batch"
+        return MEAN_OF_MEANS.format(shares) + padding
 
     # What does not depend on the data
 
     def compare_settings(self):
         """Compare steps of the scheduler, learning rates and weight decay in each step."""
         ours, theirs = self.ranks[0].steps, self.one.steps
+        if self.ranks[0].run.follows and not self.is_equal:
+            return self.note("its schedule follows losses, which differ, so it was not compared")
         # Accelerate steps it once per rank by design
         by_library = any(event["by_library"] for event in self.ranks[0].run.noted["schedule"])
         made = [0, 0]
@@ -378,11 +432,11 @@ class Comparison:
             own = [step.loss() for step in self.ranks[0].steps]
             for text, ours in of_ranks[0].numbers.items():
                 theirs = one.numbers.get(text, [])
-                if len(ours) != len(theirs) or TIMES.search(text):
-                    continue
                 pairs = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=False)
-                for value, other in pairs:
-                    if not is_printed(value, [float(other), *own]):
+                places = itertools.cycle(range(len(ours[0])))
+                for place, (value, other) in zip(places, pairs, strict=False):
+                    known = len(ours) != len(theirs) or is_time(text, place)
+                    if not known and not is_printed(value, [float(other), *own]):
                         self.explain_evaluation(k, of_ranks, one, text, float(value), float(other))
                         return
 
@@ -392,21 +446,22 @@ class Comparison:
             f'in one process, in "{printed.strip()}"'
         )
         counts = [evaluation.samples().total() for evaluation in of_ranks]
-        same_samples = sum((of_rank.samples() for of_rank in of_ranks), Counter()) == one.samples()
-        shares = f"the ranks' shares have {' and '.join(map(str, counts))} samples"
-        reduced = zip(*(evaluation.reduced for evaluation in of_ranks), strict=False)
-        for means in reduced:
-            if any(len(mean) != 1 for mean in means) or not sum(counts):
-                continue
-            means = [mean for (mean,) in means]
-            weighted = sum(map(operator.mul, counts, means)) / sum(counts)
-            if is_near(statistics.fmean(means), value, 1e-3) and len(set(counts)) > 1:
-                text = f"{text}: a mean of the ranks' means, and {shares}"
-                if is_near(weighted, other, 1e-3):
-                    self.found(f"{text}. Sum values and counts over the ranks, then divide")
+        for vectors in zip(*(evaluation.reduced for evaluation in of_ranks), strict=False):
+            for means in zip(*vectors, strict=False):  # of one number, one per rank
+                if not sum(counts) or len(set(counts)) == 1:
+                    break
+                weighted = sum(map(operator.mul, counts, means)) / sum(counts)
+                if is_near(statistics.fmean(means), value, 1e-3) and is_near(weighted, other, 1e-3):
+                    self.found(
+                        f"{text}: a mean of the ranks' means, and the ranks' shares have "
+                        f"{' and '.join(map(str, counts))} samples. Sum values and counts over the "
+                        "ranks, then divide",
+                        unless=EXPLAIN_EVALUATION,
+                    )
                     return
-        other_samples = "" if same_samples else " The ranks evaluate other samples."
-        self.note(f"{text}.{other_samples} Right if it belongs to the samples of rank 0")
+        samples = sum((of_rank.samples() for of_rank in of_ranks), Counter())
+        others = "" if samples == one.samples() else " The ranks evaluate other samples."
+        self.note(f"{text}.{others} Right if it belongs to the samples of rank 0")
 
     def compare_ends(self):
         """Compare the number of training steps, if a run has reached its end."""
@@ -448,6 +503,12 @@ def is_printed(text, values):
     digits = len(text.partition("e")[0].partition(".")[2])
     unit = 10 ** -max(digits, 0) * (10 ** int(text.partition("e")[2] or 0))
     return any(abs(float(text) - value) <= max(1.5 * unit, 1e-3 * abs(value)) for value in values)
+
+
+def is_time(text, place):
+    """Return whether a number of a printed line is a time or a speed, by the words around it."""
+    before, after, *_ = [*text.split("#")[place:], "", ""]
+    return TIMES.search(f"{before.strip().rpartition(' ')[2]}#{after[:6]}")
 
 
 def mostly_near(ratios, factor):

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rank_watch import script
+from rank_watch.before import no_random
 from rank_watch.hooks import replace
 from rank_watch.places import own_line
 from rank_watch.watched.optimizers import SETTINGS
 from torch import nn
-from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")  # in names of parameters
-DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 SMALL = 4  # elements of a tensor of sums or counts
 
@@ -57,8 +56,8 @@ class Record:
             replace(owner, "all_reduce", self.reduce)
         replace(builtins, "print", self.print)
         replace(logging.Logger, "handle", self.log)
-        if self.options["no_dropout"]:
-            switch_dropout_off()
+        if self.options["no_random"]:
+            no_random.install()
 
     # The model
 
@@ -179,27 +178,3 @@ def whole(tensor):
     """Return a tensor, of which the ranks may have shards."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def switch_dropout_off():
-    """Let dropout, and layers that skip blocks at random, do nothing."""
-
-    def pass_on(real, x, p=0.5, training=True, inplace=False):
-        return real(x, p, False, inplace)
-
-    def attend(real, *args, **kwargs):
-        if "dropout_p" in kwargs:
-            kwargs["dropout_p"] = 0.0
-        return real(*args[:4], *[0.0][: len(args) - 4], *args[5:], **kwargs)
-
-    def before_forward(module, args):
-        name = type(module).__name__.lower()
-        if not list(module.children()) and ("drop" in name or "stochasticdepth" in name):
-            module.training = False
-        if isinstance(module, nn.RNNBase):
-            module.dropout = 0.0
-
-    for name in DROPOUTS:
-        replace(functional, name, pass_on)
-    replace(functional, "scaled_dot_product_attention", attend)
-    register_module_forward_pre_hook(before_forward)

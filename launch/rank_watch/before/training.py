@@ -27,6 +27,10 @@ class Step:
             return None
         return Counter(itertools.chain(*self.inputs))
 
+    def count(self):
+        """Return the number of samples, as far as they are known."""
+        return sum(len(hashes or ()) for hashes in self.inputs)
+
     def gradient(self):
         """Return the norm of the gradient and of each of its parts, before it was clipped."""
         if self.clips:
@@ -94,7 +98,10 @@ class Training:
         """Return whether forward passes draw random numbers."""
         return any(span == "forward" and step for step, span, _ in self.run.draws)
 
+    def loaders(self):
+        """Return the loaders that train."""
+        return [loader for loader in self.run.loaders if loader.trains()]
+
     def loader(self, key):
         """Return the loader of this key that trains, or None."""
-        loaders = [loader for loader in self.run.loaders if loader.key == key and key]
-        return next((loader for loader in loaders if loader.trains()), None)
+        return next((loader for loader in self.loaders() if key and loader.key == key), None)

@@ -81,15 +81,15 @@ def evaluations(run, all_write):
     has_trained = False
     for kind, what, size in run.story:
         if kind == "evaluates":
-            line, calls = what, []
-        elif kind == "collective":
+            line = line or what
+        elif kind == "collective" and line:
             calls.append((what, size))
         elif kind == "writes":
             line = None if all_write else line
         else:  # it trains again, or the script ends
             if line and has_trained:
                 yield line, calls
-            line = None
+            line, calls = None, []
             has_trained = True
 
 

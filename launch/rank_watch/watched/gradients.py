@@ -19,6 +19,7 @@ def install(recorder):
             count=len(parameters),
             reached=sum(p.grad is not None for p in parameters),
             known=sum(p in recorder.models.names for p in parameters),
+            sharded=any(hasattr(p, "placements") for p in parameters),
         )
 
     register_optimizer_step_post_hook(after_step)
@@ -35,7 +36,9 @@ def judge(runs, judgment):
             "None of them belongs to a model that was called: the optimizer was made before "
             "fully_shard(), or before the model was moved or built anew. Make it last"
         )
-        if events[-1]["known"]:
+        if events[-1]["known"] and not events[-1]["sharded"]:
+            cause = "The model got new parameters after the optimizer was made: make it last"
+        elif events[-1]["known"]:
             cause = (
                 "Two causes fit: the model got new parameters after the optimizer was made, so "
                 "make it last; or under FSDP the gradients are never synchronized, so call "
