@@ -184,11 +184,7 @@ def recorded(name):
     """Return when the newest record of a figure was made."""
     experiment = {"goodput": "scaling", "planning": "scaling", "syncbn_published": "syncbn"}
     path = records.RESULTS / experiment.get(name, name) / f"{MACHINE}.jsonl"
-    if name == "gpu":  # of every machine
-        found = [record for record in records.records("train") if record["device"] != "cpu"]
-    else:
-        found = records.read(path)
-    return max(record["started"] for record in found)
+    return max(record["started"] for record in records.read(path))
 
 
 def write(fig, path, recorded):

@@ -28,9 +28,9 @@ from torch.distributed.run import get_args_parser
 
 from imagenet.signals import EXIT_REQUEUE
 from tools import steps
-from tools.book import book, chinese, comments, gpu_figures
+from tools.book import book, chinese, comments
 from tools.book.pages import SEE_LINK, chinese_pages
-from tools.book.tables import speeds
+from tools.book.tables import published_on_gpus, speeds
 from tools.records import group, records
 
 PAGES = book.pages()
@@ -215,9 +215,7 @@ def test_the_pages_compare_speeds_on_a_gpu_as_recorded():
     speed = {name: median(speeds(same)) for name, same in group(runs, "run").items()}
     ours, plain, bf16 = speed["dummy"], speed["example"], speed["example-amp"]
     (mlperf,) = (
-        run["images_per_second"]
-        for run in gpu_figures.published()["resnet50"]
-        if "H200" in run["gpu"]
+        run["images_per_second"] for run in published_on_gpus()["resnet50"] if "H200" in run["gpu"]
     )
     shares = [f"{100 * share:.0f} ?%" for share in (ours / speed["bare"], plain / ours)]
     factors = [f"{mlperf / ours:.1f}", f"{bf16 / plain:.2f}", f"{ours / bf16:.2f}"]

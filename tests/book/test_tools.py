@@ -154,7 +154,6 @@ def packages_of(file):
     ("script", "package", "install"),
     [
         ("tools/book/figures.py", "matplotlib", "pip install -r requirements-charts.txt"),
-        ("tools/book/gpu_figures.py", "matplotlib", "pip install -r requirements-charts.txt"),
         ("tools/book/chinese.py", "markdown_it", "pip install -r requirements-dev.txt"),
         ("tools/lab/slurm_cluster.py", "psutil", "pip install psutil"),
     ],

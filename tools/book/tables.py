@@ -6,8 +6,16 @@ import json
 from statistics import mean, median
 
 from common.other_flags import FILE as OTHER_FLAGS
-from tools.book import gpu_figures
-from tools.records import group, hardware, published, ratios, records, select
+from tools.records import (
+    RESULTS,
+    group,
+    hardware,
+    published,
+    ratios,
+    records,
+    select,
+    spread,
+)
 
 
 def table(head, rows):
@@ -119,12 +127,82 @@ def memory():
     return by_hardware(transformers, render, "model", "image_size", "batch_size")
 
 
+RUNS = {
+    "dummy": "`06`",
+    "bare": "bare training step",
+    "example": "plain loop, float32",
+    "example-amp": "plain loop",
+}
+HERE = "here"
+
+
+def published_on_gpus():
+    """Return published figures of GPUs, and their sources."""
+    return json.loads((RESULTS / "gpu/published.json").read_text())
+
+
+def measured_resnet50(results=None):
+    """Return the rows (GPU, list of images per second, setting) that were measured here."""
+    runs = [r for r in records("train", results) if r["device"] != "cpu"]
+    runs = [r for r in runs if r["model"] == "resnet50" and r["run"] in RUNS]
+    rows = []
+    columns = ("device_name", "run", "amp", "channels_last", "compile", "batch_size", "torch")
+    for (gpu, run, amp, channels_last, compiled, batch, torch), same in group(
+        runs, *columns
+    ).items():
+        words = [RUNS[run]]
+        words += [amp] * (amp != "none" and run != "example")
+        words += ["channels_last"] * (channels_last and not run.startswith("example"))
+        words += ["--compile"] * compiled
+        words += [f"batch {batch}", f"torch {torch}", f"runs: {len(same)}"]
+        rows.append((gpu, [r["images_per_second"] for r in same], ", ".join(words)))
+    return rows
+
+
+def measured_cifar10(results=None):
+    """Return the rows (GPU, seconds, accuracy in %, setting) of 06 on CIFAR-10."""
+    rows = []
+    lines = [r for r in records("imagenet", results) if r["device"] != "cpu"]
+    lines = [r for r in lines if r["dataset"].endswith("cifar10")]
+    for epochs in group(lines, "started").values():
+        last = epochs[-1]
+        size = f"{last['image_size']}x{last['image_size']}"
+        setting = f"`06`, {last['model']}, {size}, epochs: {last['epoch']}, torch {last['torch']}"
+        seconds = sum(r["seconds"] for r in epochs)
+        rows.append((last["device_name"], seconds, last["test_acc"], setting))
+    return rows
+
+
+def blocks(results=None):
+    """Return the heads and rows of the tables, or nothing before a GPU is recorded."""
+    known = published_on_gpus()
+    ours = measured_resnet50(results)
+    if not ours:
+        return []
+    rows = [(gpu, spread(speeds, ",.0f"), setting, HERE) for gpu, speeds, setting in ours]
+    rows += [
+        (run["gpu"], f"{run['images_per_second']:,}", run["setting"], run["source"])
+        for run in known["resnet50"]
+    ]
+    result = [(("ResNet-50, training on", "images/s", "setting", "source"), rows)]
+    ours = [
+        (gpu, f"{seconds:.0f}", f"{accuracy:.1f}", setting, HERE)
+        for gpu, seconds, accuracy, setting in measured_cifar10(results)
+    ]
+    theirs = [
+        (run["gpu"], f"{run['seconds']:g}", f"{run['accuracy']:.1f}", run["setting"], run["source"])
+        for run in known["cifar10"]
+    ]
+    head = ("CIFAR-10, training on", "seconds", "test accuracy (%)", "setting", "source")
+    return [*result, (head, ours + theirs)]
+
+
 def gpu(results=None):
     """Make the tables of measured and published speeds on GPUs; none before a GPU is recorded."""
-    tables = [table(head, rows) for head, rows in gpu_figures.blocks(results)]
+    tables = [table(head, rows) for head, rows in blocks(results)]
     if not tables:
         return ""
-    sources = [f"- {name}: {text}" for name, text in gpu_figures.published()["sources"].items()]
+    sources = [f"- {name}: {text}" for name, text in published_on_gpus()["sources"].items()]
     return "\n\n".join([*tables, "\n".join(sources)])
 
 
