@@ -223,6 +223,8 @@ def test_machines_without_a_shared_folder_each_keep_all(train, one_each, tmp_pat
         and "it is empty; using here/step-00000001.pt" in ranks.output()
     )
     assert final_step(first) == final_step(second) == 4
+    totals = decode(read_file(first / "step-00000002.pt"))["totals"]
+    assert totals[3] == 40, "rank 0 alone adds those of the checkpoint, though both have read it"
 
 
 def final_step(folder):
