@@ -1,59 +1,36 @@
-"""Let forked ranks run on the hosts of tools/lab/hosts.py, and note what each of them does.
+"""Let forked ranks run as if on two hosts, and note what each of them does.
 
-A rank of helpers/ranks.py enters the network, the name and the disk of its host before it runs the
-script. So a start on two hosts takes a second or two, not the seconds in which four processes
-import torch.
+A rank of helpers/ranks.py takes the name and the folder of its host before it runs the script. So a
+start takes a second or two, not the seconds in which four processes import torch. Real hosts, with
+networks of their own, are in tools/lab/hosts.py.
 """
 
-import ctypes
 import functools
 import json
 import multiprocessing
 import os
 import platform
 import socket
-import subprocess
 import sys
 
 from launchers import VARIABLES, srun
 
-# In <sched.h>: CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET
-NEW_MOUNTS = 0x00020000
-NEW_NAME = 0x04000000
-NETWORK = 0x40000000
+HOSTS = ["host1", "host2"]
 CORES = 8  # of each host, as 06 sees it
 
 
-def enter(hosts, disk, notes, then=None):
-    """Return the first act of a rank, a function of the rank: it enters its host.
+def enter(disks, notes, then, rank):
+    """Be on a host, which is the first act of a rank.
 
     Args:
-        disk: folder where each host sees a folder of its own, disk_of(disk, name); or None.
-        notes: folder for the notes of the ranks, which both hosts see.
-        then: function of `notes` and the rank, called on the host; or None.
+        disks: a folder for each host, in which its ranks run; or one for all ranks.
+        notes: folder for the notes of the ranks.
+        then: function of `notes` and the rank; or None.
     """
-    addresses = f"{hosts.folder.name}/hosts"
-    return functools.partial(_enter, hosts.names, hosts.namespaces, addresses, disk, notes, then)
-
-
-def _enter(names, namespaces, addresses, disk, notes, then, rank):
     host = rank // int(os.environ["LOCAL_WORLD_SIZE"])
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{namespaces[host]}") as network:
-        _succeeds(libc.setns(network.fileno(), NETWORK))
-    _succeeds(libc.unshare(NEW_MOUNTS | NEW_NAME))
-    socket.sethostname(names[host])
-    platform._uname_cache = None  # or platform.node() is the name from before the fork
-    _mount("--make-rprivate", "/")
-    _mount("--bind", addresses, "/etc/hosts")
-    if disk:
-        _mount("--bind", disk_of(disk, names[host]), disk)
+    socket.gethostname = platform.node = lambda: HOSTS[host]
+    os.chdir(disks[host % len(disks)])
     alone(notes, then, rank)
-
-
-def disk_of(disk, host):
-    """Return the folder that a host sees as `disk`."""
-    return disk.with_name(f"{disk.name}-of-{host}")
 
 
 def alone(notes, then, rank):
@@ -80,10 +57,11 @@ def read_notes(folder):
 # What a rank does on its host
 
 
-def spawn_04(url, notes, rank):
+def spawn_04(notes, rank):
     """Run 04 on this host by its command for two machines. Its processes are forked: faster."""
     import torch.multiprocessing as mp
 
+    url = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
     without_launcher()
     mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     sys.argv += ["--nodes=2", f"--node-rank={rank}", "--nproc-per-node=2", f"--dist-url={url}"]
@@ -91,8 +69,10 @@ def spawn_04(url, notes, rank):
 
 def under_srun(notes, rank):
     """Set the variables of a Slurm step on host1 and host2."""
+    address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     without_launcher()
-    os.environ.update({name: str(value) for name, value in srun(rank, nodes="host[1-2]").items()})
+    step = srun(rank, nodes="host[1-2]", **address)
+    os.environ.update({name: str(value) for name, value in step.items()})
 
 
 def without_launcher():
@@ -149,12 +129,3 @@ def _note_images(notes):
         return original(self, keys)
 
     MemoryImages.__getitems__, Images.__getitems__ = fetch, fetch_06
-
-
-def _succeeds(result):
-    if result != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _mount(*arguments):
-    subprocess.run(["mount", *map(str, arguments)], check=True)

@@ -1,7 +1,7 @@
 """Two hosts with two processes each: what must follow the rank, and not the local rank.
 
-Both hosts have a local rank 0. The ranks are forked, and each enters the network, the name and the
-disk of its host: see helpers/on_hosts.py. What torchrun and mp.spawn themselves do on two hosts is
+Both hosts have a local rank 0. The ranks are forked, and each takes the name and the disk of its
+host: see helpers/on_hosts.py. What torchrun and mp.spawn themselves do on two hosts is
 in test_launch.py.
 """
 
@@ -16,13 +16,11 @@ import on_hosts
 import pytest
 import torch
 from images import write_images
-from needs import need
 from processes import ROOT, without_gloo
 from ranks import Ranks
 from rungs import QUICK
 
 from imagenet.checkpoint_file import decode, read_file
-from tools.lab import hosts as hosts_module
 
 RUNGS = ["03_mnmc_ddp_launch.py", "04_mnmc_ddp_mp.py", "05_mnmc_ddp_slurm.py"]
 EPOCHS = 2
@@ -30,15 +28,7 @@ TRAIN, TEST = 40, 25  # images; 4 ranks do not divide 25
 FLAGS_06 = ["--arch", "mnist_net", "--image-size", 16, "--batch-size", 20, "--epochs", EPOCHS]
 FLAGS_06 += ["--print-every", 1, "--checkpoint-every", 1, "--keep", 9]
 FLAGS_06 += ["--deterministic", "--timeout", 60]
-SPAWN_04 = functools.partial(on_hosts.spawn_04, "tcp://host1:29500")
 FILES_06 = ["best.pt", *(f"step-{step:08}.pt" for step in (1, 2, 3, 4))]
-
-
-@pytest.fixture(scope="module")
-def hosts():
-    need(hosts_module.missing())
-    with hosts_module.Hosts() as two:
-        yield two
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +41,7 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start(hosts, tmp_path_factory):
+def start(tmp_path_factory):
     """A function that starts four ranks on two hosts, or on one machine, for end()."""
     started = []
 
@@ -64,24 +54,17 @@ def start(hosts, tmp_path_factory):
             fill: function of the folder of a disk, called before the start.
         """
         folder = tmp_path_factory.mktemp("run")
-        disk, notes = folder / "disk", folder / "notes"
+        notes = folder / "notes"
         notes.mkdir()
-        disk.mkdir()
-        disks = [disk]
-        if own_disks and not one_machine:
-            disks = [on_hosts.disk_of(disk, name) for name in hosts.names]
+        names = on_hosts.HOSTS if own_disks and not one_machine else ["disk"]
+        disks = [folder / name for name in names]
         for each in disks:
-            each.mkdir(exist_ok=True)
+            each.mkdir()
             if fill:
                 fill(each)
-        if one_machine:
-            prepare = functools.partial(on_hosts.alone, notes, then)
-            options = {"nodes": 1}
-        else:
-            prepare = on_hosts.enter(hosts, disk if own_disks else None, notes, then)
-            options = {"nodes": 2, "env": {"MASTER_ADDR": hosts.names[0]}}
-        flags = [str(flag).replace("DISK", str(disk)) for flag in flags]
-        options |= {"prepare": prepare, "script": str(script)}
+        prepare = functools.partial(on_hosts.enter, disks, notes, then)
+        flags = [str(flag).replace("DISK", ".") for flag in flags]
+        options = {"nodes": 1 if one_machine else 2, "prepare": prepare, "script": str(script)}
         started.append(Ranks(folder, processes, flags, **options))
         return SimpleNamespace(ranks=started[-1], disks=disks, notes=notes)
 
@@ -157,7 +140,7 @@ def one_machine(start, images):
     ("script", "options", "launcher", "command"),
     [
         (RUNGS[0], {}, "torchrun", "torchrun --nnodes=2 --nproc-per-node=2 03_mnmc"),
-        (RUNGS[1], {"then": SPAWN_04, "processes": 2}, "mp.spawn", "python 04_mnmc"),
+        (RUNGS[1], {"then": on_hosts.spawn_04, "processes": 2}, "mp.spawn", "python 04_mnmc"),
         (
             RUNGS[2],
             {"then": on_hosts.under_srun},
