@@ -1,7 +1,6 @@
-"""Write the records in results/, read them, and check them before a table or a chart uses them."""
+"""Write the records in results/, and read them."""
 
 import json
-import math
 import os
 import shlex
 import sys
@@ -11,20 +10,9 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 
-# The columns that every record has.
-ENVIRONMENT = {
-    "device": str,
-    "device_name": str,
-    "cores": int,
-    "torch": str,
-    "torchvision": str,
-    "started": str,
-    "command": str,
-}
-
 
 class RecordError(ValueError):
-    """Records are missing or have the wrong type.
+    """Records are missing or damaged.
 
     The message says what was found and what to do.
     """
@@ -79,20 +67,16 @@ def read(path):
     return records
 
 
-def load(name, machine, columns, only=None):
-    """Return the records of an experiment on one machine, with the columns that a chart draws.
+def load(name, machine, only=None):
+    """Return the records of an experiment on one machine, in the order of recording.
 
     Args:
         name: name of the experiment, a folder in results/.
         machine: name of the file in this folder, without .jsonl.
-        columns: {name: type}. The type is int, float (accepts int), str, bool or list.
         only: {name: value}, to select records if an experiment has more than one kind.
 
-    Returns:
-        list of dict, in the order of recording.
-
     Raises:
-        RecordError: there are no such records, or a column is missing or has another type.
+        RecordError: there are no such records.
     """
     path = Path(RESULTS, name, f"{machine}.jsonl")
     record_some = "record some: see results/README.md"
@@ -101,31 +85,12 @@ def load(name, machine, columns, only=None):
         if others := [other.stem for other in files(name)]:
             choice = f", expected one of {', '.join(others)} (make charts MACHINE={others[0]})"
         raise RecordError(f"no {path}{choice}; {record_some}")
-    selected = []
-    for k, record in enumerate(read(path), start=1):
-        if not where(record, **only or {}):
-            continue
-        selected.append(record)
-        for column, kind in (ENVIRONMENT | columns).items():
-            if column not in record:
-                found = f"no column {column!r}, but {', '.join(record)}"
-                raise RecordError(f"{path}, line {k}: {found}; {record_some}")
-            if not fits(value := record[column], kind):
-                found = f"{column} is {value!r}, expected a value of type {kind.__name__}"
-                raise RecordError(f"{path}, line {k}: {found}")
+    selected = select(read(path), **only or {})
     if not selected:
         raise RecordError(
             f"{path} holds no such records{f' ({only})' if only else ''}; {record_some}"
         )
     return selected
-
-
-def fits(value, kind):
-    """Return whether a value fits a column's type. Numbers must be finite."""
-    if kind in (int, float):
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return whole or (kind is float and isinstance(value, float) and math.isfinite(value))
-    return isinstance(value, kind)
 
 
 def published():

@@ -125,12 +125,6 @@ def without(belongs):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("accuracy", added(train_acc=float("nan")), "train_acc is nan, expected a value"),
-        (
-            "speed",
-            lambda lines: [{"command": "x"}],
-            "line 1: no column 'device', but command",
-        ),
         ("scaling", lambda lines: [], "no such records.*record some: see results/README.md"),
         ("speed", added(model="mnist_net"), "mixes runs with model .*under another name"),
         ("accuracy", added(epoch=2, started="2026"), "mixes runs with epoch"),

@@ -139,10 +139,6 @@ class Hosts:
         """
         ip(f"-n {self.switch} link set {self.names[host]} down")
 
-    def mend(self, host):
-        """Bring a host's link up again."""
-        ip(f"-n {self.switch} link set {self.names[host]} up")
-
     def popen(self, host, *command, variables=None, **options):
         """Start a command on a host in a new session, with pipes for its output by default.
 

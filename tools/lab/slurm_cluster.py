@@ -297,20 +297,18 @@ class SlurmCluster:
 
     # Commands
 
-    def run(self, *command, timeout=120, cwd=ROOT, env_extra=None):
+    def run(self, *command, timeout=120, cwd=ROOT):
         """Run a command such as srun or scontrol, and wait until it ends."""
-        env = self.env | (env_extra or {})
         command = list(map(str, command))
         return subprocess.run(
-            command, timeout=timeout, cwd=cwd, env=env, capture_output=True, text=True
+            command, timeout=timeout, cwd=cwd, env=self.env, capture_output=True, text=True
         )
 
-    def popen(self, *command, cwd=ROOT, env_extra=None, **options):
+    def popen(self, *command, cwd=ROOT, **options):
         """Start a command in a new session, with pipes for its output by default."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-        env = self.env | (env_extra or {})
         return subprocess.Popen(
-            list(map(str, command)), cwd=cwd, env=env, start_new_session=True, **options
+            list(map(str, command)), cwd=cwd, env=self.env, start_new_session=True, **options
         )
 
     def sbatch(self, script, *args, options=()):
