@@ -23,13 +23,14 @@ class Report:
         is_main: bool. False prints and writes nothing, since another process does.
     """
 
+    recorded = ("dataset", "data_dir", "limit", "augment", "warmup_epochs", "seed")  # flags
+
     def __init__(self, args, device, fields=None, is_main=True):
         self.args = args
         self.device = device
         self.started = time.perf_counter()
         self.console = Console(is_main)
-        flags = ("dataset", "data_dir", "limit", "augment", "warmup_epochs", "seed")
-        self.record = {name: getattr(args, name) for name in flags}
+        self.record = {name: getattr(args, name) for name in self.recorded}
         self.record |= environment(device) | started_alone()
         self.record |= {
             "model": args.arch,
@@ -148,13 +149,16 @@ class Report:
     def summary(self):
         """Print the last line of a run."""
         seconds = time.perf_counter() - self.started
-        result = "nothing left to train"  # in a training that was complete before
-        if self.test_acc is not None:
-            result = f"test accuracy {self.test_acc:.2f}%"
         self.print(
-            f"done: {result} after {self.args.epochs} epochs | "
+            f"done: {self.result()} after {self.args.epochs} epochs | "
             f"{seconds:.0f} s | {memory_used(self.device)}"
         )
+
+    def result(self):
+        """Return what the last line says of the training."""
+        if self.test_acc is None:
+            return "nothing left to train"  # in a training that was complete before
+        return f"test accuracy {self.test_acc:.2f}%"
 
 
 class Mark(NamedTuple):

@@ -94,7 +94,7 @@ def save_shards(args, epoch, model, optimizer, scheduler):
     if not args.checkpoints_path:
         return
     folder = os.path.join(args.checkpoints_path, "epoch-{}")
-    dcp.save(_state(model, optimizer, scheduler), checkpoint_id=folder.format(epoch))
+    dcp.save(state_of(model, optimizer, scheduler), checkpoint_id=folder.format(epoch))
     if dist.get_rank() == 0:
         shutil.rmtree(folder.format(epoch - 1), ignore_errors=True)
 
@@ -109,14 +109,7 @@ def load_newest(args, model, optimizer, scheduler):
         UserError: the checkpoint is of another model, no epoch is left and no weights are to be
             saved, or the ranks see different folders.
     """
-    epochs = [None] * dist.get_world_size()
-    dist.all_gather_object(epochs, newest_epoch(args.checkpoints_path))
-    epoch = epochs[0]
-    if len(set(epochs)) > 1:
-        raise UserError(
-            f"--checkpoints-path {args.checkpoints_path}: the newest epoch of each rank is "
-            f"{epochs}: expected the same; name a folder that all machines share"
-        )
+    epoch = find_newest(args)
     if not epoch:
         return 0
     folder = os.path.join(args.checkpoints_path, f"epoch-{epoch}")
@@ -125,7 +118,17 @@ def load_newest(args, model, optimizer, scheduler):
             f"{folder}: all {args.epochs} epochs are done; give --epochs {epoch + 1} or more, "
             f"another --checkpoints-path, or --epochs {epoch} --save FILE for the weights"
         )
-    state = _state(model, optimizer, scheduler)
+    load_shards(folder, args, model, optimizer, scheduler)
+    return epoch
+
+
+def load_shards(folder, args, model, optimizer, scheduler):
+    """Load a checkpoint into a model, its optimizer and its scheduler.
+
+    Raises:
+        UserError: it is of another model.
+    """
+    state = state_of(model, optimizer, scheduler)
     try:
         dcp.load(state, checkpoint_id=folder)
     except CheckpointException as error:
@@ -146,23 +149,38 @@ def load_newest(args, model, optimizer, scheduler):
         optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
     ):
         group["lr"] = lr * factor(scheduler.last_epoch)
-    return epoch
 
 
-def newest_epoch(folder):
-    """Return the newest complete epoch in a folder of checkpoints, or 0."""
+def find_newest(args, unit="epoch"):
+    """Return the newest complete epoch, or `unit`, in --checkpoints-path, or 0. A collective.
+
+    Raises:
+        UserError: the ranks see different folders.
+    """
+    numbers = [None] * dist.get_world_size()
+    dist.all_gather_object(numbers, newest_epoch(args.checkpoints_path, unit))
+    if len(set(numbers)) > 1:
+        raise UserError(
+            f"--checkpoints-path {args.checkpoints_path}: the newest {unit} of each rank is "
+            f"{numbers}: expected the same; name a folder that all machines share"
+        )
+    return numbers[0]
+
+
+def newest_epoch(folder, unit="epoch"):
+    """Return the newest complete epoch, or `unit`, in a folder of checkpoints, or 0."""
     if not folder or not os.path.isdir(folder):
         return 0
     complete = [
-        int(name.removeprefix("epoch-"))
+        int(name.removeprefix(f"{unit}-"))
         for name in os.listdir(folder)
-        if re.fullmatch(r"epoch-\d+", name)  # a folder of another name is not ours
+        if re.fullmatch(rf"{unit}-\d+", name)  # a folder of another name is not ours
         and os.path.exists(os.path.join(folder, name, ".metadata"))
     ]
     return max(complete, default=0)
 
 
-def _state(model, optimizer, scheduler):
+def state_of(model, optimizer, scheduler):
     """Return what a checkpoint holds: DTensors, of which each rank has its shard, and the steps."""
     weights, optimizer_state = get_state_dict(model, optimizer)
     return {

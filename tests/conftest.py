@@ -30,7 +30,7 @@ def run(monkeypatch, capfd):
     """Run a script of the ladder to its end in this process, which spares the seconds of importing
     torch.
 
-    03, 05 and 07 find in the environment that they are alone. Returns a function (script,
+    03, 05, 07 and 08 find in the environment that they are alone. Returns a function (script,
     *flags) -> namespace of code, out and err. 06 has no handlers
     of signals here.
     """
@@ -44,6 +44,7 @@ def run(monkeypatch, capfd):
     launchers = {
         "03": torchrun,
         "07": torchrun,
+        "08": torchrun,
         "05": slurm_step() | {"CUDA_VISIBLE_DEVICES": 0},
     }
 
@@ -64,7 +65,7 @@ def run(monkeypatch, capfd):
         os.environ.update(before)
         if dist.is_initialized():  # after an error
             dist.destroy_process_group()
-        if script.startswith("07"):
+        if script[:2] in ("07", "08"):
             # A device mesh leaves its process groups to the garbage collector. It would wait for
             # their threads in a process that is forked here.
             gc.collect()

@@ -32,6 +32,9 @@ STEPS = {  # 01 and 06 have no parent
     "07_fsdp.py": Step(
         "03_mnmc_ddp_launch.py", ("docstring", "imports", "0", "1", "2", "3", "4", "5", "start")
     ),
+    "08_gpt.py": Step(
+        "07_fsdp.py", ("docstring", "imports", "0", "1", "2", "3", "4", "5", "start")
+    ),
 }
 
 SECTIONS = {  # name: pattern of the first line

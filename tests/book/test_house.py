@@ -6,12 +6,13 @@ import sys
 
 from processes import ROOT
 
-CORE = ("common", "ddp", "fsdp", "imagenet", "template")
+CORE = ("common", "ddp", "fsdp", "gpt", "imagenet", "template")
 ROOMS = {  # folder, or beginning of its path: what it may import beside the core
     "0": (),
     "common/": (),
     "ddp/": (),
     "fsdp/": (),
+    "gpt/": (),
     "imagenet/": (),
     "template/": (),
     "launch/": ("launch",),

@@ -101,6 +101,7 @@ RANK_3 = [
     ("05_mnmc_ddp_slurm.py", srun(3), ["n01", "12007"]),
     ("05_mnmc_ddp_slurm.py", srun(3) | GIVEN, ["ib1", "29501"]),
     ("07_fsdp.py", TORCHRUN, ["node0", "29500"]),
+    ("08_gpt.py", TORCHRUN, ["node0", "29500"]),
 ]
 
 
@@ -126,7 +127,7 @@ def joined(monkeypatch):
 
 
 @pytest.mark.parametrize(("script", "variables", "address"), RANK_3)
-def test_03_to_05_and_07_join_with_their_gpu_and_the_shared_timeout(
+def test_03_to_05_07_and_08_join_with_their_gpu_and_the_shared_timeout(
     script, variables, address, joined, environment, monkeypatch
 ):
     environment(**variables)

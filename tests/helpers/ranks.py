@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = ["torch.distributed.fsdp"]
 PRELOAD += ["common.data", "common.models", "ddp.report", "ddp.flags"]
 PRELOAD += ["common.torchvision_sets", "common.folder", "fsdp.flags", "fsdp.sharded"]
+PRELOAD += ["torch.distributed.tensor.parallel", "gpt.flags", "gpt.checkpoint", "gpt.parallel"]
 PRELOAD += ["imagenet.flags", "imagenet.loader", "imagenet.checks", "imagenet.sampler"]
 PRELOAD += ["imagenet.votes", "imagenet.model", "imagenet.progress"]
 

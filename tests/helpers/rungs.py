@@ -24,7 +24,8 @@ SCRIPTS = [
     "04_mnmc_ddp_mp.py",
     "05_mnmc_ddp_slurm.py",
 ]
-ALL_SCRIPTS = [*SCRIPTS, "06_imagenet.py", "07_fsdp.py"]  # which have flags of their own
+# Those from 06 on have flags of their own.
+ALL_SCRIPTS = [*SCRIPTS, "06_imagenet.py", "07_fsdp.py", "08_gpt.py"]
 IN_PROCESS = [script for script in SCRIPTS if script != "04_mnmc_ddp_mp.py"]  # what `run` can run
 # Flags for three training steps; the name of a folder follows.
 QUICK = ["--arch", "mnist_net", "--batch-size", "8", "--dataset", "folder", "--data-dir"]

@@ -1150,6 +1150,7 @@ RUNGS = {
     "03_mnmc_ddp_launch.py": ["--epoch-steps", 5],
     "06_imagenet.py": ["--steps", 0],
     "07_fsdp.py": ["--epoch-steps", 5],
+    "08_gpt.py": ["--epoch-steps", 5],
 }
 
 
@@ -1159,6 +1160,8 @@ def test_nothing_is_found_in_the_ladder(rung, tmp_path, small_folder):
     flags = ["--epochs", 3, "--batch-size", 8, "--arch", "small_net"]
     if rung.startswith("06"):
         flags += [small_folder, "--image-size", 32, "--workers", 1, "--checkpoints-path", tmp_path]
+    elif rung.startswith("08"):
+        flags = ["--epochs", 4, "--sample", 5]
     else:
         flags += ["--limit", 400]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", CHECK]

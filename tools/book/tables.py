@@ -210,6 +210,7 @@ OUR_SCRIPTS = {  # the groups in common/other_flags.json
     "01 to 05": "`01_snsc.py` to `05_mnmc_ddp_slurm.py`",
     "04": "`04_mnmc_ddp_mp.py`",
     "06": "`06_imagenet.py`",
+    "08": "`08_gpt.py`",
 }
 
 
