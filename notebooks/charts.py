@@ -9,10 +9,7 @@ import sys
 from pathlib import Path
 from statistics import mean, median
 
-try:
-    import matplotlib.pyplot as plt
-except ImportError:
-    sys.exit("matplotlib is not installed: pip install -r requirements-charts.txt")
+import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the notebooks import tools too

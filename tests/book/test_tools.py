@@ -1,15 +1,13 @@
 """`make demo`, the steps of the ladder, and the benchmarks."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
-from processes import ROOT, finished, start
+from processes import ROOT
 from rungs import ALL_SCRIPTS
 
 from common.errors import UserError
@@ -150,23 +148,6 @@ def packages_of(file):
     return re.sub(r"-r (.*)", lambda found: packages_of(file.parent / found[1]), file.read_text())
 
 
-@pytest.mark.parametrize(
-    ("script", "package", "install"),
-    [
-        ("tools/book/figures.py", "matplotlib", "pip install -r requirements-charts.txt"),
-        ("tools/book/chinese.py", "markdown_it", "pip install -r requirements-dev.txt"),
-        ("tools/lab/slurm_cluster.py", "psutil", "pip install psutil"),
-    ],
-)
-def test_a_tool_without_its_package_says_in_one_line_how_to_install_it(script, package, install):
-    absent = f"import sys; sys.modules[{package!r}] = None; sys.argv = sys.argv[1:]"
-    run = f"import runpy; runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
-    command = [sys.executable, "-c", f"{absent}; {run}", script]
-    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert end.returncode == 1 and end.stderr.strip().endswith(f" is not installed: {install}")
-    assert end.stderr.count("\n") == 1
-
-
 # The steps of the ladder
 
 
@@ -192,22 +173,3 @@ def test_a_checkpoint_costs_what_it_adds_to_the_steps():
     # 10 images a step: 1 s without, 1.05 s with a checkpoint every 10 steps. So one takes 0.5 s.
     saving = {"every": 10, "batch_size": 10, "images_per_second": 10 / 1.05}
     assert checkpoint_seconds({"images_per_second": 10}, saving) == pytest.approx(0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.rare
-def test_the_benchmark_of_06_prints_and_records_every_variant(tmp_path):
-    """A rehearsal of make gpu runs those of loading images, and the loops of examples."""
-    log = tmp_path / "log.jsonl"
-    given = ["--arch", "mnist_net", "--image-size", 16, "--steps", 20, "--batch-size", 2]
-    command = ["tools/bench/train.py", *given, "--repeats", 1, "--log-file", log]
-    code, out, err = finished(start(*command), timeout=600)
-    assert code == 0, err
-    assert re.search(r"06: \d+ img/s, .* of bare$", out.splitlines()[-1]), out
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [record["run"] for record in records] == ["bare", "dummy"]
-    printed = re.findall(r"\d[\d.]*", out)
-    for record in records:
-        speed = record["images_per_second"]
-        assert speed > 0 and record["device_name"] and record["repeat"] == 0
-        assert f"{speed:.1f}" in printed, out

@@ -5,19 +5,20 @@ The ranks are forked, which spares the seconds of each import of torch. test_acc
 them as users do.
 """
 
+import functools
 import json
 import re
-import runpy
 from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
 from images import write_images
-from processes import ROOT
 from rungs import SCRIPTS, flags, fork_rung
 
+from common import models
 from common.data import build_datasets
+from common.memory import MemoryImages
 from common.models import SmallNet
 
 STEPS = {"mnist_net": 20, "resnet18": 8}
@@ -42,8 +43,51 @@ def folder(tmp_path_factory):
     return write_images(root, "test", (8, 8), classes, 13)
 
 
-def look_in(rank):
-    runpy.run_path(str(ROOT / "tests/helpers/probe/sitecustomize.py"))
+def convolve(self, images, weight, bias, original=torch.nn.Conv2d._conv_forward):
+    """Convolve float64 images with one matrix product: on a CPU, ten times faster than PyTorch's
+    convolution.
+    """
+    if images.dtype != torch.float64:
+        return original(self, images, weight, bias)
+    assert bias is None and self.groups == 1 and self.dilation == (1, 1)
+    shape = images.shape[2:], self.padding, self.kernel_size, self.stride
+    height, width = ((n + 2 * p - k) // s + 1 for n, p, k, s in zip(*shape, strict=True))
+    options = {"padding": self.padding, "stride": self.stride}
+    columns = torch.nn.functional.unfold(images, self.kernel_size, **options).transpose(0, 1)
+    outputs = weight.flatten(1) @ columns.reshape(columns.shape[0], -1)
+    return outputs.view(-1, len(images), height, width).transpose(0, 1)
+
+
+def look_in(out, dtype, rank):
+    """Log what a rank trains on: the indices of every batch and every loss.
+
+    Without dropout: each rank draws its own random numbers. The model computes in `dtype`.
+    """
+    file = out / f"rank{rank}.jsonl"
+
+    def tell(**what):
+        with file.open("a") as log:
+            log.write(json.dumps({"rank": rank} | what) + "\n")
+
+    def fetch(self, indices, original=MemoryImages.__getitems__):
+        tell(images=len(self), indices=[int(i) for i in indices])
+        return original(self, indices)
+
+    def loss(self, outputs, targets, original=torch.nn.CrossEntropyLoss.forward):
+        value = original(self, outputs, targets)
+        tell(loss=value.item())
+        return value
+
+    def build(args, dataset, original=models.build_model):
+        model = original(args, dataset)
+        model.register_forward_pre_hook(lambda _, images: images[0].to(dtype))
+        return model.to(dtype)
+
+    models.build_model = build
+    MemoryImages.__getitems__ = fetch
+    torch.nn.Conv2d._conv_forward = convolve
+    torch.nn.CrossEntropyLoss.forward = loss
+    torch.nn.Dropout.forward = lambda self, x: x
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +106,9 @@ def train(folder, tmp_path_factory):
             given += ["--lr", 0.02, "--warmup-epochs", 0.5, "--seed", 4, "--print-every", 8]
             given += ["--batch-size", GLOBAL_BATCH, "--save", out / "net.pt"]
             given += ["--log-file", out / "log"]
-            dtype = "float64" if arch == "resnet18" else "float32"
-            env = {"PROBE": str(out), "OMP_NUM_THREADS": "1", "PROBE_DTYPE": dtype}
-            ranks = fork_rung(out, RUNGS[launcher], world_size, given, look_in, env=env)
+            dtype = torch.float64 if arch == "resnet18" else torch.float32
+            prepare = functools.partial(look_in, out, dtype)
+            ranks = fork_rung(out, RUNGS[launcher], world_size, given, prepare)
             assert set(ranks.wait()) == {0}, ranks.output()
             runs[key] = read(out, world_size, STEPS[arch])
         return runs[key]

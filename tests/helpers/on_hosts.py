@@ -30,11 +30,7 @@ def enter(disks, notes, then, rank):
     host = rank // int(os.environ["LOCAL_WORLD_SIZE"])
     socket.gethostname = platform.node = lambda: HOSTS[host]
     os.chdir(disks[host % len(disks)])
-    alone(notes, then, rank)
-
-
-def alone(notes, then, rank):
-    """Prepare a rank: it counts as the child of a launcher, not of Python, and takes notes."""
+    # It counts as the child of a launcher, not of Python.
     multiprocessing.process._parent_process = None
     with open(notes / f"rank{rank}.err", "a") as errors:
         os.dup2(errors.fileno(), 2)  # torch warns there: keep it apart from what a rank prints

@@ -1,11 +1,8 @@
 """What the book says about torch, on the installed version."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
-from processes import ROOT
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,15 +48,3 @@ def test_a_grad_scaler_asks_the_device_for_an_overflow_unless_the_optimizer_is_f
         scaler.step(optimizer)
         assert len(read) == reads
         assert weight.detach().tolist() == pytest.approx([-0.1])
-
-
-def test_each_copy_of_a_stream_reads_all_of_it():
-    page = (ROOT / "docs/data-loading.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
-    code = next(block for block in blocks if "Stream" in block)
-    namespace = {}
-    exec(code.partition("\nloaders =")[0], namespace)
-    read = []
-    items = (read.append(item) or item for item in range(12))
-    assert list(namespace["Stream"](items, rank=1, world_size=4)) == [1, 5, 9]
-    assert read == list(range(12))

@@ -26,10 +26,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-try:
-    from markdown_it import MarkdownIt
-except ImportError:
-    sys.exit("markdown-it-py is not installed: pip install -r requirements-dev.txt")
+from markdown_it import MarkdownIt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
