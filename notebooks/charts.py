@@ -178,7 +178,7 @@ def save(fig, name):
 
 def recorded(name):
     """Return when the newest record of a figure was made."""
-    experiment = {"goodput": "scaling", "planning": "scaling", "syncbn_published": "syncbn"}
+    experiment = {"planning": "scaling", "syncbn_published": "syncbn"}
     path = records.RESULTS / experiment.get(name, name) / f"{MACHINE}.jsonl"
     return max(record["started"] for record in records.read(path))
 

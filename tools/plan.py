@@ -1,8 +1,8 @@
-"""Plan a data-parallel training: its speed on many GPUs, and how often to save.
+"""Plan a data-parallel training: its speed on many GPUs.
 
     python tools/plan.py --gpus 64 --step-ms 180 --gradients-mb 440 --network-gbit 100
 
-Measure --step-ms on one GPU. The models are in tools/planning/; docs/performance.md compares them
+Measure --step-ms on one GPU. The model is in tools/planning/; docs/performance.md compares it
 with published results.
 """
 
@@ -13,10 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, add_flags, number, whole_number
-from tools.planning import goodput, step_model
+from tools.planning import step_model
 from tools.planning.layers import torchvision_layers
-
-HOUR = 3600
 
 
 def parse_args():
@@ -44,12 +42,6 @@ def parse_args():
          "images per GPU and training step, to print images per second"),
         ("--jitter-percent X", number(), 100 * step_model.SPREAD,
          "standard deviation of the step time between GPUs"),
-        ("--hours-between-failures H", positive, None,
-         "of one GPU; without it, the range of three published clusters"),
-        ("--save-seconds S", positive, 10, "for which a checkpoint stops the training"),
-        ("--write-seconds S", number(), 0,
-         "after that until the checkpoint is on the disk, written in the background"),
-        ("--restart-minutes M", number(), 5, "from a failure until the job trains again"),
     ])
     # fmt: on
     return parser.parse_args()
@@ -89,46 +81,8 @@ def speed(args):
     return lines
 
 
-def saving(args):
-    """Return the lines about failures and checkpoints."""
-    lifetimes = goodput.gpu_lifetimes().values()
-    if args.hours_between_failures is not None:
-        lifetimes = [args.hours_between_failures * HOUR]
-    failures = []
-    intervals = []
-    shares = []
-    for lifetime in (min(lifetimes), max(lifetimes)):
-        mtbf = goodput.job_mtbf(lifetime, args.gpus)
-        # 06 skips a checkpoint while it still writes the one before
-        interval = max(goodput.daly_interval(mtbf, args.save_seconds), args.write_seconds)
-        share = goodput.goodput(
-            interval, mtbf, args.save_seconds, 60 * args.restart_minutes, args.write_seconds
-        )
-        failures.append(duration(mtbf))
-        intervals.append(duration(interval))
-        shares.append(f"{100 * share:.1f} %")
-    return [
-        f"failure every:  {between(failures)}",
-        f"save every:     {between(intervals)}",
-        f"goodput:        {between(shares)}",
-    ]
-
-
-def duration(seconds):
-    """Format a time: in minutes below two hours, else in hours."""
-    hours = seconds / HOUR
-    if hours < 2:
-        return f"{60 * hours:.0f} minutes"
-    return f"{hours:.1f} hours" if hours < 10 else f"{hours:.0f} hours"
-
-
-def between(texts):
-    """Format a range of two texts, or the text if they are equal."""
-    return " to ".join(dict.fromkeys(texts))
-
-
 def main(args):
-    print("\n".join([*speed(args), *saving(args)]))
+    print("\n".join(speed(args)))
 
 
 if __name__ == "__main__":

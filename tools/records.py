@@ -141,12 +141,3 @@ def ratios(runs, others):
     """Return the speed of each run divided by the speed of the other run in the same repeat."""
     pairs = zip(runs, others, strict=True)
     return [one["images_per_second"] / other["images_per_second"] for one, other in pairs]
-
-
-def checkpoint_seconds(without, saving):
-    """Return the seconds that a checkpoint takes, from the records of a run without and one with
-    checkpoints.
-    """
-    step = saving["batch_size"] / without["images_per_second"]
-    step_with_share = saving["batch_size"] / saving["images_per_second"]
-    return saving["every"] * (step_with_share - step)

@@ -1,7 +1,6 @@
-"""tools/plan.py and its models: the band, the order of the layers, and goodput."""
+"""tools/plan.py and its model: the band, and the order of the layers."""
 
 import re
-import statistics
 import sys
 
 import pytest
@@ -10,14 +9,10 @@ from processes import ROOT
 from common.errors import one_line_errors
 from tools import plan
 from tools.planning import step_model
-from tools.planning.goodput import daly_interval, goodput, gpu_lifetimes, simulate
 from tools.planning.layers import Layer, torchvision_layers
 from tools.records import records
 
-HOUR = 3600
-
-
-# The speed
+# The model
 
 
 CLUSTER = step_model.Cluster(4, network=10, inside=1000, hop_inside=0.1, hop_between=0.5, start=2)
@@ -64,27 +59,6 @@ def test_the_first_gradients_of_vgg16_are_its_last_layers():
     assert sum(layer.gradients for layer in layers) == 4 * 138_357_544, "as torchvision says"
 
 
-# Failures and checkpoints
-
-
-def test_the_formula_predicts_what_simulated_failures_leave():
-    for mtbf, checkpoint, restart, write in ((3 * HOUR, 60, 600, 0), (HOUR, 120, 300, 150)):
-        interval = daly_interval(mtbf, checkpoint)
-        case = (interval, mtbf, checkpoint, restart)
-        runs = [simulate(*case, work=300 * mtbf, seed=seed, write=write) for seed in range(20)]
-        spread = statistics.stdev(runs) / len(runs) ** 0.5
-        predicted = goodput(*case, write)
-        assert predicted == pytest.approx(statistics.mean(runs), abs=4 * spread)
-        best = max(goodput(mtbf * k / 1000, *case[1:], write) for k in range(150, 3000))
-        assert predicted > best - 0.002, "no other interval is much better"
-
-
-def test_goodput_at_its_limits():
-    assert goodput(1000, 1e12, 10, 300) == pytest.approx(1000 / 1010), "nothing fails"
-    assert daly_interval(100, 300) == 100, "a checkpoint takes longer than machines live"
-    assert goodput(100, 0.001, 300, 0) == 0, "not an overflow"
-
-
 # The tool
 
 
@@ -127,24 +101,6 @@ def test_a_plan_can_be_checked_by_hand(planned):
     images = [int(word) for word in lines["images/s"].split(" to ")]
     assert images == pytest.approx([20 / (slow / 1000), 20 / (fast / 1000)], rel=0.01)
     assert planned(f"{NUMBERS} --model vgg16")["gradients"] == "553 MB, ready as in vgg16"
-
-
-def test_how_often_to_save_follows_from_failures_and_costs(planned):
-    """Without a failure rate, from the worst to the best published one."""
-    given = f"{NUMBERS} --gradients-mb 440 --save-seconds 20 --restart-minutes 30"
-    one = planned(f"{given} --hours-between-failures 640")
-    assert one["failure every"] == "10 hours"
-    assert one["save every"] == "20 minutes", "sqrt(2 * 20 s * 10 h), and Daly's terms"
-    lost = 20 / 1200 + 600 / 36000 + 1800 / 36000  # saved, half an interval, restarted
-    assert float(one["goodput"].removesuffix(" %")) == pytest.approx(100 * (1 - lost), abs=0.5)
-    slow = planned(f"{given} --hours-between-failures 640 --write-seconds 3600")
-    assert slow["save every"] == "60 minutes", "never two at a time"
-    assert float(slow["goodput"].split()[0]) < float(one["goodput"].split()[0]) - 10
-    # 6.50 and 2.34 failures per 1,000 days of machines of 8 GPUs
-    days = {name: seconds / 8 / 24 / HOUR for name, seconds in gpu_lifetimes().items()}
-    assert (days["RSC-1"], days["RSC-2"]) == pytest.approx((1000 / 6.5, 1000 / 2.34))
-    both = planned(given)["failure every"]
-    assert both == f"{1000 / 6.5 / 8 * 24:.0f} hours to {1000 / 2.34 / 8 * 24:.0f} hours"
 
 
 def test_a_mistake_is_one_line(planned, capsys):

@@ -13,7 +13,6 @@ from rungs import ALL_SCRIPTS
 from common.errors import UserError
 from tools import demo, steps
 from tools.bench import input as input_bench
-from tools.records import checkpoint_seconds
 
 
 @pytest.mark.slow
@@ -164,12 +163,3 @@ def test_a_step_changes_no_section_that_is_not_its_lesson(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["steps.py", "01"])
     with pytest.raises(SystemExit, match="error: 01: expected one of 02, 03, 04, 05, 07; python"):
         steps.main()
-
-
-# Benchmarks
-
-
-def test_a_checkpoint_costs_what_it_adds_to_the_steps():
-    # 10 images a step: 1 s without, 1.05 s with a checkpoint every 10 steps. So one takes 0.5 s.
-    saving = {"every": 10, "batch_size": 10, "images_per_second": 10 / 1.05}
-    assert checkpoint_seconds({"images_per_second": 10}, saving) == pytest.approx(0.5)
