@@ -149,7 +149,7 @@ def main(args):
         save_weights(args, model)
     prompt = torch.tensor([list(args.prompt.encode())], device=device)
     text = generate(model.eval(), prompt, args.sample, torch.Generator().manual_seed(args.seed))
-    report.print(bytes(text[0].tolist()).decode(errors="replace"))
+    report.show_sample(bytes(text[0].tolist()))
     report.summary()
     dist.destroy_process_group()
 

@@ -43,6 +43,7 @@ def parse_gpt_args(doc):
     ])
     # fmt: on
     add_flags(parser, [row for row in SHARED if row[0].split()[0] in SAME])
+    parser.set_defaults(print_every=100)
     args = parser.parse_args()
     args.sizes = {name: getattr(args, name) for name in ("layers", "heads", "width", "context")}
     if args.weights:

@@ -12,8 +12,8 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tenso
 class Replicated(ParallelStyle):
     """A module that each rank of the mesh holds whole, for parallelize_module.
 
-    Its weights become DTensors, as those that are cut: clip_grad_norm_ and AdamW refuse to take
-    both kinds of tensors together.
+    Its weights become DTensors, as those that are cut: clip_grad_norm_ refuses tensors of both
+    kinds, or of two meshes.
     """
 
     def _apply(self, module, mesh):

@@ -1,6 +1,7 @@
 """What 08 prints and records: tokens, bits per byte, and how much of the device it uses."""
 
 import math
+import textwrap
 
 import torch.distributed as dist
 
@@ -63,8 +64,10 @@ class TextReport(Report):
             f"micro-batches x {args.data} = {args.batch_tokens} tokens | lr {args.lr:g} | "
             f"seed {args.seed}"
         )
-        data, tensor = bytes_sent(args, weights)
-        self.print(f"each rank sends per step {data} along data, {tensor} along tensor")
+        data, tensor = (sent / 1e6 for sent in bytes_sent(args, weights))
+        self.print(
+            f"each rank sends per step {data:.1f} MB along data, {tensor:.1f} MB along tensor"
+        )
 
     def speed(self, since):
         """Return tokens per second since a Mark, and the share of the peak that they need."""
@@ -116,6 +119,10 @@ class TextReport(Report):
             }
             append_record(self.args.log_file, self.record | trained)
 
+    def show_sample(self, text):
+        """Print bytes, indented, since they may look like lines of a report or a page."""
+        self.print(textwrap.indent(text.decode(errors="replace"), "    "))
+
     def result(self):
         """Return what summary() says of the training."""
         bits = self.test_bits
@@ -139,7 +146,7 @@ def flops_per_token(args, model):
 
 
 def bytes_sent(args, weights):
-    """Return how much a rank sends per training step along data and along tensor, as texts.
+    """Return the bytes that a rank sends per training step along data, and along tensor.
 
     An all-reduce of n bytes between k ranks makes each send 2 (k - 1) / k n, a gather or a
     reduce-scatter half of it. FSDP gathers the weights of a rank twice per micro-batch, and reduces
@@ -153,4 +160,4 @@ def bytes_sent(args, weights):
     tokens = args.batch_tokens / args.data
     reduced = (4 * args.layers + 2) * 2 * args.width + VOCABULARY
     tensor = (args.tensor - 1) / args.tensor * tokens * reduced * size
-    return f"{data / 1e6:.1f} MB", f"{tensor / 1e6:.1f} MB"
+    return data, tensor

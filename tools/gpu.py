@@ -76,6 +76,10 @@ SHARDS = f"""
     ! grep -F "[1/2]" $DIR/log || false  # its first epoch was loaded
     {DDP} 07_fsdp.py $QUICK $VIT --amp bf16 --clip-grad 1 --checkpoint-activations
 """
+GPT = f"""
+    {DDP} 08_gpt.py $GPT --amp bf16 --checkpoints-path $DIR/gpt --save $DIR/gpt.pt
+    {DDP} 08_gpt.py --weights $DIR/gpt.pt --epochs 0 --sample 100
+"""
 UNPACK = """
     [ -d $IMAGES ] || python -W ignore -m tarfile -e "$DATA" data/unpacked
     [ -d $IMAGES ] || mv data/unpacked/cifar10 $IMAGES
@@ -119,6 +123,7 @@ PROOFS = [
     Part("data", 10, "the images of --data are unpacked", UNPACK),
     Part("rungs", 120, "01 to 05 train", RUNGS),
     Part("shards", 105, "07 trains, saves, continues, and computes in bf16", SHARDS),
+    Part("gpt", 60, "08 trains in bf16, with its MFU, and samples from what it saved", GPT),
     Part("tests", 95, "the other tests of GPU code", GPU_CODE),
     Part("resume", 60, "06, killed and resumed, has the bits of a whole run", f"{TESTS} -k bits"),
     Part("fp16", 55, "06 in fp16: no loss is nan, from the first step", f"{TESTS} -k first_step"),
@@ -139,6 +144,7 @@ SIZES = {
     "IMAGES": "data/cifar10",
     "QUICK": "--limit 16000 --epochs 2",
     "VIT": "--arch vit_b_16",
+    "GPT": "--layers 12 --heads 12 --width 768 --context 1024 --batch-tokens 65536 --epochs 20",
     "RESNET50": "--arch resnet50 --batch-size 256 --steps 50 --repeats 2",
     "INPUT": "--limit 25000 --epochs 4 --repeats 2",
     "CIFAR10": "--arch resnet18 --image-size 128 --epochs 30",
@@ -151,6 +157,7 @@ TINY = {
     "IMAGES": "$REHEARSAL",
     "QUICK": "--dataset folder --data-dir $REHEARSAL --epochs 2 --batch-size 16 --arch small_net",
     "VIT": "--arch mnist_net",
+    "GPT": "--text LICENSE --epochs 1",
     "RESNET50": "--arch small_net --batch-size 8 --steps 20 --repeats 1 --image-size 32",
     "INPUT": "--epochs 1 --repeats 1 --batch-size 16 --arch small_net",
     "CIFAR10": "--arch small_net --image-size 32 --epochs 1 --workers 1",

@@ -224,12 +224,12 @@ def test_another_mesh_continues_in_the_middle_of_an_epoch(train, tmp_path, befor
 
 def test_the_saved_file_samples_the_same_text_on_another_mesh(train, run, text):
     trained = train(2, 2, dtype="float32")
-    sample = re.search("\n(abc.+)\n", trained.out)[1]
+    sample = re.search("\n    (abc.+)\n", trained.out)[1]
     assert len(sample) == 23
     given = ["--text", text, "--weights", trained.file, "--epochs", 0]
     given += ["--sample", 20, "--prompt", "abc", "--seed", 3]
     end = run("08_gpt.py", *given)
-    assert end.code == 0 and f"\n{sample}\n" in end.out, end.err
+    assert end.code == 0 and f"\n    {sample}\n" in end.out, end.err
 
 
 @pytest.mark.slow

@@ -25,11 +25,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
+
+from gpt.model import GPT
 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -384,6 +387,31 @@ def norms_in_bfloat16():
         model(images())
 
 
+def two_dimensions():
+    def cut(heads):
+        """Return a GPT whose blocks are cut along tensor, but not its norms and its embeddings."""
+        return parallelize_module(GPT(1, heads, 12, 8), mesh["tensor"], plan)
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"blocks.*.query_key_value": ColwiseParallel(), "blocks.*.output": RowwiseParallel()}
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with mistake_of_ranks("88: plain weights beside DTensors"):
+        model = cut(heads=2)
+        model(tokens).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with mistake_of_ranks("88: weights on two meshes"):
+        model = shard(cut(heads=2), mesh=mesh["data"])
+        model(tokens).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with mistake_of_ranks("89: three heads on two ranks"):
+        cut(heads=3)(tokens)
+
+    with mistake_of_ranks("89: a mesh of six ranks"):
+        init_device_mesh("cpu", (2, 3))
+
+
 def main(folder):
     folder = Path(folder)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
@@ -399,6 +427,7 @@ def main(folder):
     averages()
     no_memory_yet()
     norms_in_bfloat16()
+    two_dimensions()
     rank_0_alone(folder / "rank_0_alone")  # last, because its groups lose their connections
     if reader:
         with mistake("63: a file of shards in one process"):

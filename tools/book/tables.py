@@ -4,8 +4,10 @@ the pages.
 
 import json
 from statistics import mean, median
+from types import SimpleNamespace
 
 from common.other_flags import FILE as OTHER_FLAGS
+from gpt.report import bytes_sent
 from tools.records import (
     RESULTS,
     group,
@@ -206,6 +208,28 @@ def gpu(results=None):
     return "\n\n".join([*tables, "\n".join(sources)])
 
 
+def meshes():
+    """Make the table of what a rank sends on four ranks: in 08, and in a model of 8,192 tokens."""
+    small = {"layers": 2, "width": 128, "batch_tokens": 1024, "amp": "none"}
+    large = {"layers": 32, "width": 4096, "batch_tokens": 4 * 8192, "amp": "bf16"}
+    models = [(small, 467_584, 1e6), (large, 6_478_368_768, 1e9)]
+    rows = [
+        ("DDP", *(cell for _, weights, unit in models for cell in (sent(6 * weights, unit), 0)))
+    ]
+    for data, tensor in ((4, 1), (2, 2), (1, 4)):
+        row = [f"{data} x {tensor}"]
+        for sizes, weights, unit in models:
+            args = SimpleNamespace(**sizes, data=data, tensor=tensor, accumulate=1)
+            row += [sent(number, unit) for number in bytes_sent(args, weights)]
+        rows.append(row)
+    head = ("data x tensor", "weights, MB", "activations, MB")
+    return table((*head, "large: weights, GB", "large: activations, GB"), rows)
+
+
+def sent(number, unit):
+    return f"{number / unit:.1f}" if number else 0
+
+
 OUR_SCRIPTS = {  # the groups in common/other_flags.json
     "01 to 05": "`01_snsc.py` to `05_mnmc_ddp_slurm.py`",
     "04": "`04_mnmc_ddp_mp.py`",
@@ -232,5 +256,6 @@ TABLES = (
     memory,
     gpu,
     other_flags,
+    meshes,
 )
 TABLES = {function.__name__: function for function in TABLES}
