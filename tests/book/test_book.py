@@ -410,6 +410,8 @@ def scaled(text, folder):
     if script and script[1] == "6":
         text += f" {shlex.join(SHORT_06)}"
         text += "" if "--checkpoints-path" in text else f" --checkpoints-path {folder}/checkpoints"
+    elif script and script[1] == "8":
+        text += " --text LICENSE"  # a kilobyte
     elif script:
         text += f" {shlex.join(SHORT)} {folder}"
     return text
