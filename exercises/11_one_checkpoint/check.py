@@ -12,7 +12,7 @@ def check(ranks):
         refuse("No rank wrote a file with `torch.save`: give it the path, or an open file.")
     (writer,) = writers
     keys = [key for saved in values(writer, "save") for key in saved]
-    if wrapped := [key for key in keys if str(key).startswith("module.")]:
+    if wrapped := [key for key in keys if key.startswith("module.")]:
         refuse(
             "The file has the keys of a DDP object, such as `{key}`: a program without DDP"
             " expects the keys of the model.",

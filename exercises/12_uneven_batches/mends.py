@@ -31,6 +31,16 @@ RIGHT = {
             "for step, (batch, labels) in enumerate(batches):\n",
         ),
     ],
+    "empty batches for the rank that has no more": [
+        (
+            FIRST_LINE,
+            f"{AGREE.replace('MIN', 'MAX')}"
+            "batches = list(loader)\n"
+            "batches += [(images[:0], targets[:0])] * (steps.item() - len(batches))\n"
+            "for step, (batch, labels) in enumerate(batches):\n",
+        ),
+        ("cross_entropy(ddp(batch), labels)", 'cross_entropy(ddp(batch), labels, reduction="sum")'),
+    ],
 }
 
 WRONG = {

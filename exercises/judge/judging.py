@@ -56,9 +56,10 @@ def judge(exercise, program, results, folder):
     module = load_check(exercise)
     starts = setups(exercise)
     counts = [len(setup.local_ranks) for setup in starts]
-    runs = [read_records(Path(folder, str(k)), count) for k, count in enumerate(counts)]
-    output = show_output(runs[0])
+    output = ""
     try:
+        runs = [read_records(Path(folder, str(k)), count) for k, count in enumerate(counts)]
+        output = show_output(runs[0])
         for k, result in enumerate(results):  # none after one that hangs
             variables = starts[k].environment if k else {}
             may_fail = getattr(module, "MAY_FAIL", False)
@@ -121,7 +122,7 @@ def number_images(event, size, numbers):
     if event.kind != "batch":
         return event
     batch, is_training = event.value
-    if batch.dim() < 2 or batch[0].numel() != size:
+    if batch.dim() < 2 or batch.shape[1:].numel() != size:
         return event._replace(kind="other batch")
     return event._replace(value=([numbers.get(key(image), -1) for image in batch], is_training))
 

@@ -313,7 +313,7 @@ def keys_of(value):
         value = value.state_dict()
     if not isinstance(value, dict):
         return []
-    return [*value, *(key for part in value.values() for key in keys_of(part))]
+    return [*map(str, value), *(key for part in value.values() for key in keys_of(part))]
 
 
 def buffers_of(module):

@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import signal
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -45,6 +44,8 @@ class Setup(NamedTuple):
 # The program again, for random numbers that follow from the time or the process: a day, an hour, a
 # minute and a second later
 LATER = Setup(environment={"LATER": 90061})
+# The program again, with other images, for a result that is written in it
+OTHER_IMAGES = Setup(environment={"OTHER_IMAGES": 1})
 
 
 class Rank:
@@ -60,6 +61,8 @@ class Rank:
             "GROUP_RANK": setup.local_ranks[: rank + 1].count(0) - 1,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,  # as torchrun: no rank hosts it
+            "TORCHELASTIC_RESTART_COUNT": 0,
         } | setup.environment
         environment = {name: str(value) for name, value in environment.items()}
         self.connection, other = context.Pipe()
@@ -112,19 +115,19 @@ def run(program, setup, folder, limit=LIMIT):
     The records of the ranks are then in the folder: record-0, record-1, ... In place of the record
     of a rank that was killed, there is killed-0 with its exit code and the last line it reported.
     """
-    port = free_port()
     size = len(setup.local_ranks)
-    ranks = [Rank(program, rank, setup, port, folder) for rank in range(size)]
-    try:
-        return watch(ranks, limit)
-    finally:
-        for rank in ranks:
-            rank.stop()
-        for number, rank in enumerate(ranks):
-            rank.end()
-            if not (folder / f"record-{number}").exists():
-                line = rank.reports[-1][1] if rank.reports else 0
-                (folder / f"killed-{number}").write_text(f"{rank.exit_code} {line}")
+    with hosted_store() as port:
+        ranks = [Rank(program, rank, setup, port, folder) for rank in range(size)]
+        try:
+            return watch(ranks, limit)
+        finally:
+            for rank in ranks:
+                rank.stop()
+            for number, rank in enumerate(ranks):
+                rank.end()
+                if not (folder / f"record-{number}").exists():
+                    line = rank.reports[-1][1] if rank.reports else 0
+                    (folder / f"killed-{number}").write_text(f"{rank.exit_code} {line}")
 
 
 def watch(ranks, limit):
@@ -149,10 +152,30 @@ def watch(ranks, limit):
             return "limit"
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+@contextlib.contextmanager
+def hosted_store():
+    """Host the store of the ranks in a process of its own, for any of them may end first.
+
+    Yields its port.
+    """
+    ours, theirs = context.Pipe()
+    process = context.Process(target=host_store, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        ours.close()  # which ends the process
+        process.join()
+
+
+def host_store(connection):
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv()
 
 
 @functools.cache  # once: meanwhile a Ctrl-C is lost

@@ -129,6 +129,15 @@ ALL, MOST = (
 )
 DEVICE = 'device = torch.device("cuda", rank)'
 CURRENT = 'device = torch.device("cuda", torch.accelerator.current_device_index())'
+RANK_0_ENDS_FIRST = """\
+import time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if rank:
+    time.sleep(1)
+dist.distributed_c10d._get_default_store().set("joined", "yes")
+device = torch.device("cuda", dist.get_node_local_rank())
+"""
 FLIPS = "flips = []"
 TODAY = "import datetime\nseed = int(datetime.datetime.now().strftime('%Y%m%d%H%M')) + rank"
 TEXT = "seed = hash(('a text', f'rank {rank}'))"
@@ -142,6 +151,7 @@ SECOND = "In a second run, rank 0 flips other images"
         (20, [*FUTURES, ("        # 3. Here.\n", ALL)], None),
         (20, [*FUTURES, ("        # 3. Here.\n", MOST)], "does not wait for 1 of them"),
         (4, [(DEVICE, f"torch.accelerator.set_device_index(local_rank)\n{CURRENT}")], None),
+        (4, [(f"{DEVICE}\n", RANK_0_ENDS_FIRST)], None),
         (9, [(FLIPS, f"{TODAY}\ntorch.manual_seed(seed)\n{FLIPS}")], SECOND),
         (9, [(FLIPS, f"{TEXT}\ntorch.manual_seed(seed)\n{FLIPS}")], SECOND),
     ],
@@ -176,6 +186,10 @@ LINE = solution_with("HERE").splitlines().index("HERE") + 1
         ("if rank: raise SystemExit", "but rank 1 has ended with exit code 0."),
         ("net = model; del model", "I expected a variable `model` at the end of the program"),
         ("raise SystemExit", "I see no image that is trained"),
+        (
+            "class Images(torch.Tensor): pass\nddp(images[:1].as_subclass(Images))",
+            "I cannot read what the program did (AttributeError: ",
+        ),
     ],
 )
 def test_a_program_that_fails_is_refused_with_a_sentence(judge, code, words):
