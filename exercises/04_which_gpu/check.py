@@ -1,5 +1,7 @@
 """Each process must choose a GPU that its machine has, and that no other process there uses."""
 
+import re
+
 import torch
 
 from exercises.judge.judging import refuse, variable
@@ -13,10 +15,23 @@ SETUPS = [TWO_MACHINES, ONE_MACHINE]
 
 def check(*runs):
     for setup, ranks in zip(SETUPS, runs, strict=True):
+        for rank in ranks:
+            refuse_another_rank(rank)
         refuse_bad_choice(setup.local_ranks, [chosen(rank) for rank in ranks])
     return say(
         "on two machines with two GPUs, and on one with three, each process has its own GPU."
     )
+
+
+def refuse_another_rank(rank):
+    printed = re.findall(r"rank (\d+) of \d+", rank.output)
+    if printed and int(printed[-1]) != rank.rank:
+        refuse(
+            "Rank {rank} calls itself rank {other}: `rank` must stay the number among all"
+            " processes. Rank 0, for example, writes the checkpoint, and there is one.",
+            rank=rank.rank,
+            other=int(printed[-1]),
+        )
 
 
 def chosen(rank):

@@ -30,4 +30,8 @@ WRONG = {
         [(DEVICE, f'os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"\n{DEVICE}')],
         "shows 2 GPUs",
     ),
+    "the rank is the local one": (
+        [('rank = int(os.environ["RANK"])', 'rank = int(os.environ["LOCAL_RANK"])')],
+        "Rank 2 calls itself rank 0",
+    ),
 }

@@ -3,14 +3,20 @@
 import re
 from collections import Counter
 
-from exercises.judge.judging import evaluated, refuse, right_answers, variable
+from exercises.judge.judging import check_twice, evaluated, refuse, right_answers, variable
+from exercises.judge.runner import OTHER_IMAGES, Setup
 from exercises.sentences import say
 
+SETUPS = [Setup(), OTHER_IMAGES]
 IMAGES = 101
-LEAST = 40  # images of a rank: about half of them
+LEAST, MOST = 40, 61  # images of a rank: about half of them
 
 
-def check(ranks):
+def check(*runs):
+    return check_twice(check_images, runs)
+
+
+def check_images(ranks):
     correct, total = counted(ranks[0])
     truth = int(right_answers(ranks[0]).sum())
     if all(len(set(evaluated(rank))) == IMAGES for rank in ranks):
@@ -23,7 +29,7 @@ def check(ranks):
             "Images that were not evaluated: {missing} of {images}.", missing=missing, images=IMAGES
         )
     sizes = [len(evaluated(rank)) for rank in ranks]
-    if min(sizes) < LEAST:
+    if min(sizes) < LEAST or max(sizes) > MOST:
         refuse(
             "Rank 0 evaluated {sizes[0]} images and rank 1 {sizes[1]}: each should evaluate about"
             " half of them.",

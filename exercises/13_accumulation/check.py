@@ -1,6 +1,13 @@
 """The ranks must exchange gradients once per training step, and learn the same as one process."""
 
-from exercises.judge.judging import gradient_messages, refuse, refuse_other_training, steps, values
+from exercises.judge.judging import (
+    gradient_messages,
+    refuse,
+    refuse_other_training,
+    refuse_repeated_images,
+    steps,
+    values,
+)
 from exercises.sentences import say
 
 STEPS = 2
@@ -25,6 +32,7 @@ def check(ranks):
             batch_size=BATCH_SIZE,
         )
     refuse_other_training(ranks)
+    refuse_repeated_images(ranks, 256)
     sent = gradient_messages(ranks[0])
     size = sum(message.size for message in sent)
     if size > 1.5 * STEPS * GRADIENTS:  # a mend may also send losses

@@ -30,4 +30,11 @@ WRONG = {
         [("ACCUMULATE = 4", "ACCUMULATE = 1"), (LOADER, LOADER.replace("16", "64"))],
         "A forward pass had 64 images",
     ),
+    "the same images on both ranks, and no exchange": (
+        [
+            ("DistributedSampler(dataset)", "DistributedSampler(dataset, rank=0)"),
+            (FORWARD, FORWARD.replace("ddp", "model")),
+        ],
+        "All ranks trained on the same images",
+    ),
 }

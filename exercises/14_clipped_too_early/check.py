@@ -1,6 +1,6 @@
 """The ranks must clip the mean of their gradients."""
 
-from exercises.judge.judging import refuse, refuse_other_training, steps
+from exercises.judge.judging import refuse, refuse_other_training, refuse_repeated_images, steps
 from exercises.sentences import say
 
 MAX_NORM = 0.6  # the last mean gradient is smaller, so that a sum would be noticed
@@ -19,4 +19,5 @@ def check(ranks):
                 max_norm=MAX_NORM,
             )
     refuse_other_training(ranks, max_norm=MAX_NORM)
+    refuse_repeated_images(ranks, 256)
     return say("the ranks clip the mean of their gradients, as one process would.")

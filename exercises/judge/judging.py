@@ -219,6 +219,20 @@ def describe_error(rank):
     return f"{kind}: {message}" if message else kind
 
 
+def check_twice(check, runs):
+    """Return the Sentence of check(ranks) for the first run, if it also passes the second one.
+
+    The second one is the run with OTHER_IMAGES.
+    """
+    first, second = runs
+    sentence = check(first)
+    try:
+        check(second)
+    except Refused as refused:
+        refuse("In a second run, with other images: {sentence}", sentence=refused.args[0])
+    return sentence
+
+
 # What a rank did
 
 
