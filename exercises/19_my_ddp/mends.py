@@ -33,6 +33,15 @@ RIGHT = {
             "            gradient.copy_(part.view_as(gradient))\n",
         ),
     ],
+    "a collective that autograd knows": [
+        (ONE, BROADCAST),
+        (
+            TWO,
+            "        from torch.distributed.nn.functional import all_reduce\n\n"
+            "        for parameter in self.model.parameters():\n"
+            "            parameter.grad = all_reduce(parameter.grad) / dist.get_world_size()\n",
+        ),
+    ],
 }
 
 WRONG = {

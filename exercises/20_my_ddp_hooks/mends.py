@@ -27,6 +27,32 @@ RIGHT = {
         (TWO, SEND.replace("async_op=True)", "async_op=True).get_future()")),
         (THREE, "        torch.futures.wait_all(self.works)\n        self.works.clear()\n"),
     ],
+    "functional collectives": [
+        (ONE, HOOK),
+        (
+            TWO,
+            "        import torch.distributed._functional_collectives as functional\n\n"
+            '        total = functional.all_reduce(parameter.grad, "sum", dist.group.WORLD)\n'
+            "        self.works.append((parameter, total))\n",
+        ),
+        (
+            THREE,
+            "        for parameter, total in self.works:\n"
+            "            parameter.grad = total / dist.get_world_size()\n"
+            "        self.works.clear()\n",
+        ),
+    ],
+    "a thread": [
+        (ONE, f"{HOOK}        self.pool = ThreadPoolExecutor(1)\n"),
+        ("import torch\n", "from concurrent.futures import ThreadPoolExecutor\n\nimport torch\n"),
+        (TWO, "        self.works.append(self.pool.submit(dist.all_reduce, parameter.grad))\n"),
+        (
+            THREE,
+            f"{WAIT.replace('wait()', 'result()')}"
+            "        for parameter in self.model.parameters():\n"
+            "            parameter.grad /= dist.get_world_size()\n",
+        ),
+    ],
 }
 
 WRONG = {
@@ -45,5 +71,17 @@ WRONG = {
     "a list that is never empty again": (
         [(ONE, HOOK), (TWO, SEND), (THREE, WAIT.replace("        self.works.clear()\n", ""))],
         "empty the list",
+    ),
+    "functional collectives, and no wait": (
+        [
+            (ONE, HOOK),
+            (
+                TWO,
+                "        import torch.distributed._functional_collectives as functional\n\n"
+                "        gradient = parameter.grad / dist.get_world_size()\n"
+                '        functional.all_reduce(gradient, "sum", dist.group.WORLD)\n',
+            ),
+        ],
+        "does not wait for 16 of them",
     ),
 }

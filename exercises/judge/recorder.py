@@ -11,13 +11,14 @@ import threading
 import time
 import traceback
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed import Work
+from torch.distributed import Work, _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -47,7 +48,18 @@ COLLECTIVES = {
     "monitored_barrier_": "barrier",
     "send": "send",
     "recv_": "recv",
+    # of torch.distributed._functional_collectives
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "broadcast": "broadcast",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
 }
+FUNCTIONAL = "_c10d_functional"  # their namespace
 
 
 class Event(NamedTuple):
@@ -115,6 +127,8 @@ class Recorder(TorchDispatchMode):
         self.old_works = set()  # those before the last training step
         self.depth = 0  # of the modules whose forward pass runs
         self.thread = threading.get_ident()
+        self.local = threading.local()  # of another thread: the moment at which its work began
+        self.unwaited = set()  # addresses of the results of functional collectives
 
     def add(self, kind, value=None):
         self.record.events.append(Event(kind, value))
@@ -127,11 +141,18 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func.name().partition("::")
-        if namespace == "c10d" and name in COLLECTIVES:
+        if namespace in ("c10d", FUNCTIONAL) and name in COLLECTIVES:
             self.add_message(name, args)
-        if self.in_backward and func.name() in ("aten::mm", "aten::addmm", "aten::bmm"):
-            self.products += 1
+        if func.name() in ("aten::mm", "aten::addmm", "aten::bmm"):
+            if self.in_backward:
+                self.products += 1
+            elif self.depth > 0 and torch.is_grad_enabled():
+                self.add_zeros("zeros", args[-2])
         result = func(*args, **(kwargs or {}))
+        if namespace == FUNCTIONAL and name in COLLECTIVES:
+            self.unwaited |= {x.data_ptr() for x in tree_leaves(result) if is_data(x)}
+        elif namespace == FUNCTIONAL and name == "wait_tensor":
+            self.add_wait_for(args[0])
         if func.name() == "aten::randn" and self.record.data is None and result.dim() > 1:
             if "OTHER_IMAGES" in os.environ:
                 result.copy_(result.roll(4, dims=-1))  # the first four pixels say the class
@@ -143,7 +164,30 @@ class Recorder(TorchDispatchMode):
         for arg in args:  # all_reduce has one list of tensors, all_gather its inputs at the end
             tensors = [x for x in tree_leaves(arg) if is_data(x)] or tensors
         size = 0 if name == "barrier" else sum(tensor.nbytes for tensor in tensors)
-        self.add("message", Message(COLLECTIVES[name], size, self.in_backward, self.products))
+        moment = getattr(self.local, "moment", (self.in_backward, self.products))
+        self.add("message", Message(COLLECTIVES[name], size, *moment))
+
+    def add_zeros(self, kind, activations):
+        """Note which activations are zero, as those are that dropout drops."""
+        zeros = activations == 0
+        if zeros.any():
+            self.add(kind, zeros)
+
+    def seen(self, function):
+        """Return a function for another thread, in which the recorder sees what it does.
+
+        What it sends belongs to this moment: a thread may run later than the backward pass that
+        gave it the work, and no rank waits for it.
+        """
+        moment = (self.in_backward, self.products)
+
+        def run(*args, **kwargs):
+            is_seen = hasattr(self.local, "moment")
+            self.local.moment = moment
+            with contextlib.nullcontext() if is_seen else self:
+                return function(*args, **kwargs)
+
+        return run
 
     # What torch calls
 
@@ -158,6 +202,10 @@ class Recorder(TorchDispatchMode):
         for waiting, name in ((Work, "wait"), (Work, "is_completed"), (torch._C.Future, "wait")):
             replace(waiting, name, self.wait)
         replace(torch.futures, "collect_all", self.collect_all)
+        replace(_functional_collectives, "wait_tensor", self.wait_tensor)
+        replace(threading.Thread, "start", self.start_thread)
+        replace(ThreadPoolExecutor, "submit", self.submit)
+        replace(nn.functional, "dropout", self.dropout)  # which nn.Dropout calls
         replace(torch, "save", self.save)
         replace(torch, "load", self.load)
         replace(os, "kill", self.kill)
@@ -187,8 +235,6 @@ class Recorder(TorchDispatchMode):
             output = real(module, *args, **kwargs)
         finally:
             self.depth -= 1
-        if isinstance(module, nn.Dropout) and module.training:
-            self.add("dropout", output == 0)
         if is_batch_norm and module.training:
             self.add("statistics", buffers_of(module))
         return output
@@ -212,9 +258,38 @@ class Recorder(TorchDispatchMode):
         result = real(work, *args, **kwargs)
         if result is not False:  # of is_completed()
             for one in self.collected.get(work, [work]):
-                self.add("old wait" if one in self.old_works else "wait", self.in_backward)
+                is_old = one in self.old_works
+                self.add("old wait" if is_old else "wait", self.stops_backward())
                 self.works.add(one)
         return result
+
+    def stops_backward(self):
+        """Return whether the backward pass goes on only after what this thread does now."""
+        return self.in_backward and threading.get_ident() == self.thread
+
+    def wait_tensor(self, real, tensor):
+        self.add_wait_for(tensor)
+        return real(tensor)
+
+    def add_wait_for(self, tensor):
+        """Note that the program waits for the result of a functional collective."""
+        address = getattr(tensor, "elem", tensor).data_ptr()  # it may be wrapped
+        if address in self.unwaited:  # else it is complete
+            self.unwaited.remove(address)
+            self.add("wait", self.stops_backward())
+
+    def start_thread(self, real, thread):
+        thread.run = self.seen(thread.run)
+        return real(thread)
+
+    def submit(self, real, pool, function, *args, **kwargs):
+        return real(pool, self.seen(function), *args, **kwargs)
+
+    def dropout(self, real, *args, **kwargs):
+        output = real(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.add_zeros("dropout", output)
+        return output
 
     def collect_all(self, real, futures):
         """Remember which futures a program waits for, if it waits for their collection."""
@@ -383,12 +458,12 @@ def run_rank(program, rank, environment, folder, connection):
     sys.stderr = sys.stdout
 
     recorder = Recorder(program, rank)
+    end = threading.Lock()  # the record is written once
+    watcher = threading.Thread(target=report, args=(recorder, folder, connection, end), daemon=True)
+    watcher.start()  # before threads are watched
     recorder.watch_torch()
     if "PRETENDED_GPUS" in environment:
         recorder.pretend_gpus(int(environment["PRETENDED_GPUS"]))
-    end = threading.Lock()  # the record is written once
-    watcher = threading.Thread(target=report, args=(recorder, folder, connection, end), daemon=True)
-    watcher.start()
 
     module = types.ModuleType("__main__")
     module.__file__ = str(program)
