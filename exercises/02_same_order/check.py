@@ -1,6 +1,6 @@
 """Each epoch must have an order of its own, which is common to the ranks."""
 
-from exercises.judge.judging import epochs, images, listed, refuse, refuse_other_training
+from exercises.judge.judging import epochs, refuse, refuse_other_training
 from exercises.sentences import say
 
 IMAGES = 256
@@ -8,15 +8,8 @@ EPOCHS = 3
 
 
 def check(ranks):
-    of_ranks = [epochs(rank, EPOCHS) for rank in ranks]
-    if None in of_ranks:
-        counts = listed(len(images(rank)) for rank in ranks)
-        refuse(
-            "I expected {epochs} epochs of equal size on each rank, and see {counts} images.",
-            epochs=EPOCHS,
-            counts=counts,
-        )
-    for k, parts in enumerate(zip(*of_ranks, strict=True)):
+    of_epochs = epochs(ranks, EPOCHS)
+    for k, parts in enumerate(of_epochs):
         if all(len(set(part)) == IMAGES for part in parts):
             refuse(
                 "In epoch {epoch}, each rank reads all images: the ranks should share them.",
@@ -35,7 +28,7 @@ def check(ranks):
             )
     for a in range(EPOCHS):
         for b in range(a):
-            first, second = of_ranks[0][b], of_ranks[0][a]
+            first, second = of_epochs[b][0], of_epochs[a][0]
             if first == second:
                 refuse(
                     "Epochs {b} and {a} have the same images in the same order on rank 0,"

@@ -5,7 +5,9 @@ from itertools import combinations
 import torch
 
 from exercises.judge.judging import (
+    images,
     refuse,
+    refuse_dependent_draws,
     refuse_different_weights,
     refuse_repeated_run,
     same,
@@ -16,8 +18,6 @@ from exercises.sentences import say
 
 SETUPS = [Setup(), LATER]
 IMAGES = 128  # of each rank
-SHIFTS = 100  # numbers by which one rank may be behind the other
-DEPENDENT = 28  # of 128 flips, more or fewer equal ones than half: five standard deviations
 
 
 def check(ranks, again):
@@ -43,7 +43,8 @@ def check(ranks, again):
             b=sum(b),
         )
     refuse_equal_flips(flips, a, b)
-    refuse_dependent_flips(a, b)
+    refuse_dependent_draws(torch.tensor(a), torch.tensor(b))
+    refuse_shared_images(ranks)
     refuse_other_models(ranks)
     for rank, second in zip(ranks, again, strict=True):
         if not same(flips_of(rank), flips_of(second)):
@@ -83,21 +84,15 @@ def refuse_equal_flips(flips, a, b):
                 other=s,
                 other_batch=m,
             )
-    for shift in range(1, SHIFTS):
-        if a[shift:] == b[:-shift] or b[shift:] == a[:-shift]:
-            refuse(
-                "The ranks draw the same random numbers, one of them {shift} later.", shift=shift
-            )
 
 
-def refuse_dependent_flips(a, b):
-    equal = sum(x == y for x, y in zip(a, b, strict=True))
-    if abs(equal - IMAGES / 2) > DEPENDENT:
+def refuse_shared_images(ranks):
+    """Refuse ranks that train on the same images, as those show that are not flipped."""
+    if both := set(images(ranks[0])) & set(images(ranks[1])) - {-1}:
         refuse(
-            "The flips of a rank depend on those of the other: {equal} of {images} are equal, and"
-            " a half would be by chance.",
-            equal=equal,
-            images=IMAGES,
+            "{count} images were trained on several ranks, for example image {example}.",
+            count=len(both),
+            example=min(both),
         )
 
 

@@ -33,4 +33,19 @@ WRONG = {
         [(FLIPS, f"torch.seed()\n{FLIPS}")],
         "In a second run, rank 0 flips other images",
     ),
+    "the same images on both ranks": (
+        [
+            ("sampler=DistributedSampler(dataset)", "sampler=range(128)"),
+            (FLIPS, f"torch.manual_seed(rank)\n{FLIPS}"),
+        ],
+        "images were trained on several ranks",
+    ),
+    "the flips of the other rank, one place further": (
+        [(FLIP, f"{FLIP}    flip = flip.roll(rank)\n")],
+        "The ranks draw the same random numbers, one of them 1 later",
+    ),
+    "the same numbers with another bound": (
+        [(FLIP, FLIP.replace("0.5", "0.4 + 0.2 * rank"))],
+        "The random choices of a rank depend on those of the other",
+    ),
 }

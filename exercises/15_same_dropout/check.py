@@ -2,10 +2,14 @@
 
 from itertools import combinations
 
+import torch
+
 from exercises.judge.judging import (
     images,
     refuse,
+    refuse_dependent_draws,
     refuse_different_weights,
+    refuse_repeated_images,
     refuse_repeated_run,
     refuse_unknown_images,
     values,
@@ -18,11 +22,12 @@ EPOCHS = 2
 
 
 def check(ranks, again):
-    masks = [values(rank, "dropout") for rank in ranks]
+    masks = [values(rank, "dropout") or values(rank, "zeros") for rank in ranks]
     if not all(masks) or any(len(of_rank) % EPOCHS for of_rank in masks):
-        refuse("I expected an nn.Dropout in each step of {epochs} epochs.", epochs=EPOCHS)
+        refuse("I expected dropout in each training step of {epochs} epochs.", epochs=EPOCHS)
     for rank in ranks:
         refuse_unknown_images(images(rank))
+    refuse_repeated_images(ranks, 256, EPOCHS)
     steps = len(masks[0]) // EPOCHS
     for k, (a, b) in enumerate(zip(*masks, strict=True)):
         if a.equal(b):
@@ -44,6 +49,7 @@ def check(ranks, again):
                 other_step=m % steps + 1,
                 other_epoch=m // steps,
             )
+    refuse_dependent_draws(*[torch.cat([mask.flatten() for mask in of_rank]) for of_rank in masks])
     refuse_different_weights(ranks)
     refuse_repeated_run(ranks, again)
     return say("ranks and epochs drop different activations, and a second run drops the same.")

@@ -25,6 +25,7 @@ from exercises.sentences import joined, say
 
 WAITS, RUNS = "rank {rank} waits in {line}", "rank {rank} is in {line}"
 NUMBER = 8  # bytes of one number
+SIGMAS = 6  # standard deviations that no chance explains
 PLACES = "{before}; {after}"  # of two ranks or more
 
 
@@ -251,13 +252,19 @@ def evaluated(rank):
     return [number for batch, _ in values(rank, "batch") for number in batch]
 
 
-def epochs(rank, count):
-    """Return the images of a rank in `count` equal parts, or None if there are no such parts."""
-    numbers = images(rank)
-    size, rest = divmod(len(numbers), count)
-    if rest or not size:
-        return None
-    return [numbers[k * size : (k + 1) * size] for k in range(count)]
+def epochs(ranks, count):
+    """Return the images of `count` epochs: a list of lists, of each epoch and rank."""
+    parts = []
+    for numbers in map(images, ranks):
+        size, rest = divmod(len(numbers), count)
+        if rest or not size:
+            refuse(
+                "I expected {epochs} epochs of equal size on each rank, and see {counts} images.",
+                epochs=count,
+                counts=listed(len(images(rank)) for rank in ranks),
+            )
+        parts.append([numbers[k * size : (k + 1) * size] for k in range(count)])
+    return list(zip(*parts, strict=True))
 
 
 def batches(rank):
@@ -306,6 +313,31 @@ def variable(rank, name):
 
 
 # Comparing
+
+
+def refuse_dependent_draws(a, b):
+    """Refuse random choices of two ranks of which one follows from the other.
+
+    Ranks that draw the same numbers, some places apart or with another probability, have a
+    correlation at one shift. Others have none that is larger than SIGMAS standard deviations.
+
+    Args:
+        a, b: of each rank: 1D tensors of the same length, of 0 and 1.
+    """
+    count = len(a)
+    a, b = (x.double() - x.double().mean() for x in (a, b))
+    product = torch.fft.rfft(a, 2 * count) * torch.fft.rfft(b, 2 * count).conj()
+    correlations = torch.fft.irfft(product, 2 * count) / (a.norm() * b.norm())
+    place = int(correlations.abs().argmax())
+    if not abs(correlations[place]) > SIGMAS / count**0.5:
+        return
+    if shift := min(place, 2 * count - place):
+        refuse("The ranks draw the same random numbers, one of them {shift} later.", shift=shift)
+    refuse(
+        "The random choices of a rank depend on those of the other: their correlation is"
+        " {correlation:.2f}, and it would be about 0 by chance.",
+        correlation=float(correlations[0]),
+    )
 
 
 def first_difference(ranks):
@@ -386,13 +418,19 @@ def refuse_unknown_images(numbers):
         )
 
 
-def refuse_repeated_images(ranks, count):
-    """Refuse ranks that do not train on each of `count` images once in all."""
-    parts = [set(images(rank)) for rank in ranks]
-    numbers = [number for rank in ranks for number in images(rank)]
-    refuse_unknown_images(numbers)
-    if not numbers:
+def refuse_repeated_images(ranks, count, of=1):
+    """Refuse ranks that do not train on each of `count` images once in all, in `of` epochs."""
+    if not any(images(rank) for rank in ranks):
         refuse("I see no image that is trained: call the model with the images.")
+    for epoch in epochs(ranks, of):
+        refuse_repeated_images_in(epoch, count)
+
+
+def refuse_repeated_images_in(epoch, count):
+    """Refuse an epoch, given by the images of each rank."""
+    parts = [set(numbers) for numbers in epoch]
+    numbers = [number for of_rank in epoch for number in of_rank]
+    refuse_unknown_images(numbers)
     if all(len(part) == count for part in parts):
         refuse(
             "Each rank trained on all {count} images, so each image was trained on every rank.",
