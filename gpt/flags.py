@@ -78,7 +78,7 @@ def read_weights(parser, file):
     except (OSError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
         parser.error(
             f"--weights {file}: {one_line(error)[:80]}: expected a file that --save wrote; "
-            f"torchrun --nproc-per-node=2 {parser.prog} --save {file}"
+            f"torchrun --nproc-per-node=2 {parser.prog} --save gpt.pt"
         )
 
 
