@@ -8,7 +8,10 @@ from rank_watch.calls import join
 COPY = "docs/copy-setup-distributed.md"
 DATA = "docs/data-loading.md"
 SEED_WITH_RANK = "torch.manual_seed(2**16 * (seed + 1) + rank)"  # as in 03, 04 and 05
-RIGHT_IN_PARTS = "Right if each rank holds a part of the model, or the weights are averaged later"
+RIGHT_IN_PARTS = (
+    "Right if each rank holds a part of the model or trains one of an ensemble, or the weights are "
+    "averaged later"
+)
 UNKNOWN = "Their gradients differ: they were changed after they were averaged, or not averaged"
 RIGHT_IF_SHARED = "Right if ranks share batches, as under model parallelism"
 

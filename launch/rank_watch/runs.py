@@ -9,6 +9,7 @@ class Forward(NamedTuple):
 
     step: int  # training steps before it
     training: bool  # and with gradients: a script may evaluate without .eval()
+    mode: bool  # the model is in training mode, also inside of its DistributedDataParallel
     model: str
     ddp: int | None  # the number of the DistributedDataParallel that was called
     inside: int | None  # of the one whose model was called, past it
@@ -45,6 +46,10 @@ class Loader:
         self.samples = None  # hashes of three samples of the base
         self.worker_states = None
         self.epochs = []
+
+    def place(self):
+        """Return what loaders that the script makes anew for each pass have in common."""
+        return self.line, self.size
 
     def trains(self):
         return any(epoch.trains() for epoch in self.epochs)
@@ -132,7 +137,8 @@ class Run:
         self.tensor_parallel = False
         self.is_cut = False  # --epoch-steps has ended an epoch
         self.messages = []  # what the script called that sends messages: (name, line, group)
-        self.story = []  # ("evaluates", line, None), ("trains" or "ends", ...), ("collective", ...)
+        # ("evaluates", line, places of loaders), ("trains" or "ends", ...), ("collective", ...)
+        self.story = []
         self.noted = defaultdict(list)  # events of watched.KINDS
         self.end = None  # the event "done", or None: the process ended without a word
         self.recent = {}  # loaders that gave the batches for the next forward passes: their uses
@@ -227,7 +233,8 @@ class Run:
         if forward.training:
             self.story.append(("trains", None, None))
         elif self.recent:
-            self.story.append(("evaluates", forward.line, None))
+            read = [self.loaders[number].place() for number in self.recent]
+            self.story.append(("evaluates", forward.line, read))
         for use in self.recent.values():
             use.add(forward.training)
         if forward.training:

@@ -458,6 +458,13 @@ MISTAKES = {
 }
 # name: what is replaced in RIGHT, by what else is right
 TWINS = {
+    "a teacher, which has forward passes without gradients on the batches that train": [
+        ("ddp = D", "teacher = nn.Linear(8, 2)\nddp = D"),
+        (
+            "        loss = nn",
+            "        with torch.no_grad():\n            teacher(x)\n        loss = nn",
+        ),
+    ],
     "images that rank 0 generates after the evaluation": [
         (
             "    if rank == 0:\n        torch.save",

@@ -24,6 +24,8 @@ NOISE = 0.02  # from this difference on, rounding has grown too large for a comp
 # in findings between the ranks, which have what is seen here as a consequence
 EXPLAIN = ("clip_grad_norm_()", "the scheduler is stepped", "the loss was averaged")
 EXPLAIN_EVALUATION = ("its own part", "the ranks evaluate")
+UPDATE = ("weight_decay", "eps")  # settings that no scheduler changes
+SETTINGS = (*UPDATE, "betas", "momentum", "lr")
 TIMES = re.compile(r"#\s?(s|ms|sec|min|it/s|img/s)\b|time|took|elaps", re.IGNORECASE)
 COPY = "docs/copy-setup-distributed.md"
 
@@ -63,10 +65,10 @@ PART_IS_LOST = (
     "averaged, as in a step under no_sync()."
 )
 MEAN_OF_MEANS = (
-    "Each rank divides by its own number of samples, tokens or masked positions{}: a mean of "
-    "means. Divide by the number on all ranks, and multiply by the world size. A loss over all "
-    "pairs of a batch, or a ratio such as Dice, has the same sign: gather what it needs from all "
-    "ranks"
+    "Each rank divides by its own number of samples, tokens, masked positions or class weights{}: "
+    "a mean of means. Divide by the number on all ranks, and multiply by the world size. A loss "
+    "over all pairs of a batch, or a ratio such as Dice, has the same sign: gather what it needs "
+    "from all ranks"
 )
 
 
@@ -139,6 +141,7 @@ class Comparison:
         self.same_data = [self.has_same_data(k) for k in range(self.count)]
         self.is_repeated = all(self.same_data)  # the process has read what the ranks read
         self.is_equal = False  # all losses and gradients
+        self.has_other_batch = False  # the ranks together, in a training step
 
     def run(self):
         if not self.same:
@@ -170,7 +173,8 @@ class Comparison:
     def compare_batches(self):
         """Compare how many samples a training step reads, as the scripts ask for it."""
         counts = self.counts()
-        if counts[0] != counts[1] and all(counts):
+        self.has_other_batch = counts[0] != counts[1] and all(counts)
+        if self.has_other_batch:
             self.found(
                 f"{self.n} ranks train on {counts[0]:.0f} samples in a training step, the script "
                 f"before on {counts[1]:.0f}: divide the batch size or the micro-steps by the "
@@ -237,7 +241,8 @@ class Comparison:
                 return self.compare_factors(loose) if loose else self.explain(k)
             largest = max(largest, of_loss, of_gradient)
             steps += bool(gradient)
-        self.is_repeated = self.is_equal = True
+        self.is_repeated = True
+        self.is_equal = limit == STRICT
         if not steps or not self.ranks[0].micro_steps():
             self.note("no gradient reached the optimizer, or no backward() was seen")
         else:
@@ -306,13 +311,16 @@ class Comparison:
         loss, gradient = ratio(*self.losses(k)[:2]), ratio(*self.gradients(k)[:2])
         of_ranks = [training.steps[k].loss() for training in self.ranks]
         cause = self.cause(k, loss, gradient)
+        if k and cause is None and self.compare_groups(k - 1, UPDATE):
+            return False
         fixed = "does the script expect batches of a fixed size? Later steps were not compared"
         if self.same and cause is None and not is_near(loss, 1) and len(set(of_ranks)) == 1:
             self.note(f"{self.values(k)}. All ranks have one loss, of all samples: {fixed}")
         elif self.same and is_near(loss, 1 / self.n) and self.repeats_rank_0():
             self.note(f"{self.values(k)}. Is the loss a sum, or {fixed}")
         else:
-            self.found(f"{self.values(k)}. {cause or self.other_cause(k, loss)}")
+            before = f"The {k} steps before are equal: is the update another one? Or: " * (k > 0)
+            self.found(f"{self.values(k)}. {cause or before + self.other_cause(k, loss)}")
         return False
 
     def has_same_count(self, k):
@@ -376,14 +384,28 @@ class Comparison:
                     f"rank, {made[1]} in one process: its learning rates come too "
                     f"{'early' if made[0] > made[1] else 'late'}. Step it as before"
                 )
-            for name in ("weight_decay", "lr"):
-                settings = [step.settings(name) for step in (ours[k], theirs[k])]
-                if settings[0].keys() != settings[1].keys():
-                    settings = [dict(enumerate(some.values())) for some in settings]
-                other = [one for one in settings[0] if not same(one, *settings)]
-                if other:
-                    return self.explain_setting(k, name, other, settings)
+            modes = [ours[k].trains, theirs[k].trains]
+            if sorted(map(str, modes)) == ["False", "True"]:
+                names = ["training mode" if trains else "evaluation mode" for trains in modes]
+                return self.found(
+                    f"in training step {k + 1} the model is in {names[0]} on the ranks, and in "
+                    f"{names[1]} in one process: call model.train() as before"
+                )
+            if self.compare_groups(k, SETTINGS):
+                return None
         self.judgment.compared.append("the same schedule")
+
+    def compare_groups(self, k, names):
+        """Compare settings of the optimizer in training step k; return whether they differ."""
+        for name in names:
+            settings = [trained.steps[k].settings(name) for trained in (self.ranks[0], self.one)]
+            if settings[0].keys() != settings[1].keys():
+                settings = [dict(enumerate(some.values())) for some in settings]
+            other = [one for one in settings[0] if not same(one, *settings)]
+            if other:
+                self.explain_setting(k, name, other, settings)
+                return True
+        return False
 
     def explain_setting(self, k, name, other, settings):
         value, one = (some.get(other[0]) for some in settings)
@@ -391,8 +413,13 @@ class Comparison:
             f"in training step {k + 1} the {name} of {len(other)} of {len(settings[0])} "
             f"parameters, such as {other[0]}, is {value} on the ranks and {one} in one process"
         )
-        if name == "weight_decay":
-            return self.found(f"{text}. Are the groups of parameters chosen by name or by type?")
+        scaled = "; right if it is scaled with the global batch, which has grown"
+        if self.has_other_batch and name == "lr":
+            return self.note(text + scaled)
+        if name in UPDATE:
+            every = len(other) == len(settings[0])
+            remedy = "Set it as before" if every else "Are the groups chosen by name or by type?"
+            return self.found(f"{text}. {remedy}")
         repeats = self.is_repeated and self.asks_for_length()
         if k and (not self.same or repeats) and self.schedule_ends_early():
             self.found(
@@ -417,6 +444,8 @@ class Comparison:
             for training in (self.ranks[0], self.one)
         )
         reach = range(1, (self.count - 1) // self.n + 1)
+        if len(set(of_ranks)) == 1 or len(set(of_one)) == 1:  # then it does not end
+            return False
         return all(is_near(of_ranks[j], of_one[self.n * j], 1e-4) for j in reach)
 
     def asks_for_length(self):
@@ -468,10 +497,16 @@ class Comparison:
         ranks, one = len(self.ranks[0].steps), len(self.one.steps)
         ends = [training.run.end["why"] for training in (self.ranks[0], self.one)]
         ended, one_ended = (why == "end" for why in ends)
-        if not (ended or one_ended):
+        if not (ended or one_ended or ends[1] == "reads on"):
             self.note("no run reached its end, so not how long it trains: --steps 0")
             return
-        if ended and (one > ranks or ends[1] == "begins another epoch"):
+        leaves = ends[1] == "reads on" and one < ranks and not self.ranks[0].run.is_cut
+        if leaves:
+            text = (
+                f"the ranks leave an epoch after {one} training steps, and begin another one; the "
+                "script before reads on"
+            )
+        elif ended and (one > ranks or ends[1] == "begins another epoch"):
             text = f"the ranks end after {ranks} training steps, one process goes on after {one}"
         elif one_ended and one < ranks:
             text = f"one process ends after {one} training steps, the ranks go on"

@@ -33,7 +33,7 @@ def run_one(ranks, options, folder, parts=1):
     plan = {
         "world_size": len(ranks),
         "weights": [str(path) for path in weights],
-        "rates": [[group.get("lr") for group in step.groups] for step in ranks[0].steps],
+        "settings": [[scheduled(group) for group in step.groups] for step in ranks[0].steps],
         "loaders": planned_loaders(ranks, parts),
     }
     (folder / "plan.json").write_text(json.dumps(plan))
@@ -57,6 +57,11 @@ def run_one(ranks, options, folder, parts=1):
             return Training(Run(0, []))
     lines = events.read_text().splitlines() if events.exists() else []
     return Training(Run(0, map(json.loads, lines)))
+
+
+def scheduled(group):
+    """Return the settings of a group of parameters that a scheduler changes."""
+    return {name: group[name] for name in ("lr", "momentum", "betas") if name in group}
 
 
 def environment(options):

@@ -24,7 +24,7 @@ class Repetition(Record):
         self.passes = Counter()  # key: passes over its loaders
         self.iterators = WeakIdKeyDictionary()  # of a loader: the batches that it gives
         self.beginning = None  # the batches of the iterator that is made now
-        self.own = []  # learning rates, in a step that is made with those of the ranks
+        self.own = []  # settings of each group, in a step that is made with those of the ranks
 
     def install(self):
         file = open(Path(self.options["folder"]) / "events.jsonl", "ab", buffering=0)  # noqa: SIM115
@@ -56,18 +56,19 @@ class Repetition(Record):
 
     def before_step(self, optimizer, args, kwargs):
         super().before_step(optimizer, args, kwargs)
-        rates = self.plan["rates"][self.recorder.all_steps : self.recorder.all_steps + 1]
+        planned = self.plan["settings"][self.recorder.all_steps : self.recorder.all_steps + 1]
         groups = optimizer.param_groups
-        if self.stepping == 1 and rates and len(rates[0]) == len(groups):
-            self.own = [group["lr"] for group in groups]
-            for group, rate in zip(groups, rates[0], strict=True):
+        if self.stepping == 1 and planned and len(planned[0]) == len(groups):
+            for group, settings in zip(groups, planned[0], strict=True):
+                known = {name: settings[name] for name in settings if name in group}
+                self.own.append({name: group[name] for name in known})
                 if isinstance(group["lr"], float):
-                    group["lr"] = rate
+                    group.update(known)
 
     def after_step(self, optimizer, args, kwargs):
         super().after_step(optimizer, args, kwargs)
-        for group, rate in zip(optimizer.param_groups, self.own, strict=False):
-            group["lr"] = rate  # from which its scheduler goes on
+        for group, settings in zip(optimizer.param_groups, self.own, strict=False):
+            group.update(settings)  # from which its scheduler goes on
         self.own = []
 
     def make_loader(self, real, loader, dataset, *args, **kwargs):

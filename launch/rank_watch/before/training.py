@@ -17,6 +17,7 @@ class Step:
         self.groups = []  # settings of the optimizer
         self.norms = {}  # of the gradient of each parameter
         self.line = ""
+        self.trains = None  # a model was in training mode, in the passes before the backward pass
 
     def loss(self):
         return sum(self.losses)
@@ -82,6 +83,9 @@ class Training:
                 steps[forward.step].inputs.append(forward.inputs)
             else:
                 self.evaluation(forward.step).inputs.append(forward.inputs)
+        for number, passes, _ in run.micro_steps:
+            if passes:
+                steps[number].trains = any(forward.mode for forward in passes)
         for event in noted["number"]:
             numbers = self.evaluation(event["step"]).numbers
             numbers.setdefault(event["text"], []).append(event["numbers"])

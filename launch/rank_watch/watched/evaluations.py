@@ -45,10 +45,11 @@ def check_alone(runs, judgment):
 def check_sums(runs, judgment):
     """Say so if the ranks evaluate different parts, and nothing brings the results together."""
     named = any("ReduceLROnPlateau" in text for text in judgment.found)
-    if named or not any(in_parts(runs)):
+    places = [loader.place() for loaders in in_parts(runs) for loader in loaders]
+    if named or not places:
         return
     all_write = all(run.writes for run in runs)  # then they may put the parts together from files
-    for line, calls in evaluations(runs[0], all_write):
+    for line, calls in evaluations(runs[0], all_write, places):
         sums = [(name, size) for name, size in calls if any(word in name for word in SUMS)]
         if not sums:
             judgment.found.append(
@@ -74,14 +75,19 @@ def in_parts(runs):
             yield loaders
 
 
-def evaluations(run, all_write):
-    """Yield (line, [(collective, number of elements)]) of each evaluation after a training step."""
+def evaluations(run, all_write, places=None):
+    """Yield (line, [(collective, number of elements)]) of each evaluation after a training step.
+
+    With places of loaders, an evaluation reads from them: a teacher or a frozen part of the model
+    has forward passes on the batches that train.
+    """
     line = None
     calls = []
     has_trained = False
     for kind, what, size in run.story:
         if kind == "evaluates":
-            line = line or what
+            if line is None and (places is None or any(place in places for place in size)):
+                line = what
         elif kind == "collective" and line:
             calls.append((what, size))
         elif kind == "writes":

@@ -485,10 +485,12 @@ def find_missing_samples(runs, loaders):
     dropped = sum(one.batch_size or 0 for one in loaders) if loader.drop_last else 0
     if missing <= dropped + len(runs):
         return None
+    known = ("RandomSampler", "SequentialSampler", "DistributedSampler", "range")
+    other = "" if loader.sampler in known else " Right if it leaves them out on purpose."
     return (
         f"no rank reads {missing:,} of {loader.size:,} samples in epoch 1 ({loader.sampler} at "
         f"{loader.line}): each of {len(runs)} ranks should read one {ordinal(len(runs))}. Does the "
-        f"sampler know another number of ranks? ({DATA}#who-gets-which-image)"
+        f"sampler know another number of ranks?{other} ({DATA}#who-gets-which-image)"
     )
 
 

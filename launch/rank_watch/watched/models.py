@@ -107,6 +107,7 @@ class Models:
             inside=self.wrapped.get(module),
             sync=bool(getattr(module, "require_backward_grad_sync", True)),
             training=training,
+            mode=(module.module if ddp else module).training,  # model.eval() may leave out the DDP
             grad=torch.is_grad_enabled(),
             joins=bool(ddp and module._join_config.enable),
             inputs=inputs,

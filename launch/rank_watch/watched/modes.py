@@ -13,7 +13,7 @@ def judge(runs, judgment):
         passes = [forwards for _, forwards, _ in micro_steps]
         if not all(passes) or any(other != step for other, *_ in micro_steps):
             return
-        trains = [any(forward.training for forward in of_rank) for of_rank in passes]
+        trains = [any(forward.mode for forward in of_rank) for of_rank in passes]
         if all(trains) or not any(trains):
             continue
         modes = ["training mode" if one else "evaluation mode" for one in trains]

@@ -26,7 +26,7 @@ if torch := sys.modules.get("torch"):
     )
     from torch.utils.weak import WeakIdKeyDictionary
 
-SETTINGS = ("lr", "momentum", "betas", "weight_decay")  # of a parameter group
+SETTINGS = ("lr", "momentum", "betas", "weight_decay", "eps")  # of a parameter group
 
 
 class Optimizers:
@@ -317,7 +317,7 @@ def explain_weights(runs, steps, different):
         )
         page = "docs/performance.md"
     else:
-        cause = UNKNOWN
+        cause = f"{UNKNOWN}. {RIGHT_IN_PARTS}"
     where = f"({optimizer['name']} at {steps[0]['line']})"
     return (
         f"the weights of the ranks differ after training step {k + 1} {where}: {names}. {cause} "
