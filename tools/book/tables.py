@@ -251,11 +251,42 @@ def other_flags(training):
     return table((training, OUR_SCRIPTS[group]), rows)
 
 
+def mistakes():
+    """Make the table of mistakes that check_ranks was tried on, by kind."""
+    rows = []
+    tried = [record for record in records("checker") if "mistake" in record]
+    for kind, of_kind in group(tried, "kind").items():
+        by_way = {way: [r for r in of_kind if r["seen"] == way] for way in ("ranks", "before", "")}
+        missed = "; ".join(record["mistake"] for record in by_way[""])
+        counts = [len(by_way["ranks"]), len(by_way["before"])]
+        rows.append((kind, len(of_kind), *counts, missed))
+    sums = [sum(column) for column in zip(*(row[1:4] for row in rows), strict=True)]
+    rows.append(("all", *sums, ""))
+    return table(("mistake in", "tried", "found", "with `--before`", "not found"), rows)
+
+
+def right_scripts():
+    """Make the table of right scripts that check_ranks was tried on."""
+    tried = [record for record in records("checker") if "right" in record]
+    rows = [(r["right"], r["scripts"], r["false_alarms"], r["which"]) for r in tried]
+    return table(("right scripts", "tried", "false alarms", "of"), rows)
+
+
+def public_scripts():
+    """Make the table of public scripts under check_ranks --cpu, unedited."""
+    tried = [record for record in records("checker") if "script" in record]
+    rows = [(f"[{r['script']}]({r['link']})", r["says"]) for r in tried]
+    return table(("script, on two CPU processes", "what `check_ranks.py --cpu` says"), rows)
+
+
 TABLES = (
     accuracy,
     memory,
     gpu,
     other_flags,
     meshes,
+    mistakes,
+    right_scripts,
+    public_scripts,
 )
 TABLES = {function.__name__: function for function in TABLES}

@@ -67,8 +67,8 @@ PART_IS_LOST = (
 MEAN_OF_MEANS = (
     "Each rank divides by its own number of samples, tokens, masked positions or class weights{}: "
     "a mean of means. Divide by the number on all ranks, and multiply by the world size. A loss "
-    "over all pairs of a batch, or a ratio such as Dice, has the same sign: gather what it needs "
-    "from all ranks"
+    "over all pairs of a batch, a ratio such as Dice, or inputs that a rank normalizes by its own "
+    "statistics have the same sign: gather what they need from all ranks"
 )
 
 
