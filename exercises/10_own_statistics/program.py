@@ -1,6 +1,6 @@
 """Train a model with batch norm, then evaluate it on 256 images, half of them on each rank.
 
-Both ranks should evaluate the same model.
+Both ranks should evaluate the same model. nn.SyncBatchNorm cannot help here: it needs GPUs.
 
 Nothing fails. What you see: the ranks print different running means.
 """

@@ -1,7 +1,7 @@
 """Stop cleanly when the cluster sends a signal to one process.
 
-All ranks should stop after the same step, soon after the signal. check.py runs the program three
-times: with a signal for rank 1, with one for rank 0, and without a signal.
+All ranks should stop after the same step, at most five steps after the signal. check.py runs the
+program three times: with a signal for rank 1, with one for rank 0, and without a signal.
 
 What you see: rank 1 stops after step 5, rank 0 does not, and the program never ends.
 """
