@@ -63,4 +63,8 @@ WRONG = {
         ],
         "not those of one process",
     ),
+    "a forward pass more, through DDP": (
+        [("for batch, labels in loader:\n", "for batch, labels in loader:\n    ddp(batch)\n")],
+        "Each image went through the model 2 times",
+    ),
 }

@@ -28,8 +28,4 @@ WRONG = {
         [(REDUCE + PRINT, '    print("27 of 100 answers are correct")\n')],
         "In a second run, with other images: Rank 0 printed 27 correct answers; both ranks",
     ),
-    "no image on rank 1": (
-        [(MINE, "mine = range(len(images) if rank == 0 else 0)"), (REDUCE, "")],
-        "Rank 0 evaluated 100 images and rank 1 0",
-    ),
 }

@@ -45,16 +45,4 @@ WRONG = {
         [(SAMPLER, "sampler = range(len(dataset))"), (CORRECT, "")],
         "Each rank evaluated all 101 images",
     ),
-    "one less, as if the image that counts twice were answered correctly": (
-        [(TOTAL, f"{TOTAL}correct -= 1\ntotal -= 1\n")],
-        "In a second run, with other images: The program counted 22 correct answers, but 23",
-    ),
-    "all images on rank 0, and a half in vain on rank 1": (
-        [
-            (SAMPLER, "sampler = range(101) if rank == 0 else range(51)"),
-            (CORRECT, ""),
-            (TOTAL, ""),
-        ],
-        "Rank 0 evaluated 101 images and rank 1 51",
-    ),
 }

@@ -1,7 +1,5 @@
 """The ranks must draw different flips, a second run the same ones; they train one model."""
 
-from itertools import combinations
-
 import torch
 
 from exercises.judge.judging import (
@@ -42,8 +40,7 @@ def check(ranks, again):
             a=sum(a),
             b=sum(b),
         )
-    refuse_equal_flips(flips, a, b)
-    refuse_dependent_draws(torch.tensor(a), torch.tensor(b))
+    refuse_dependent_draws(flips)
     refuse_shared_images(ranks)
     refuse_other_models(ranks)
     for rank, second in zip(ranks, again, strict=True):
@@ -65,25 +62,6 @@ def flips_of(rank):
     return [
         torch.tensor([int(number == -1) for number in batch]) for batch, _ in values(rank, "batch")
     ]
-
-
-def refuse_equal_flips(flips, a, b):
-    """Refuse random numbers that occur twice."""
-    if a == b:
-        refuse(
-            "Both ranks flipped alike: the third image of a batch is flipped on both or on none."
-        )
-    batches = [(r, k, batch) for r, of_rank in enumerate(flips) for k, batch in enumerate(of_rank)]
-    for (r, k, first), (s, m, second) in combinations(batches, 2):
-        if first.equal(second):
-            refuse(
-                "Rank {rank} in batch {batch} and rank {other} in batch {other_batch} flip the"
-                " same places: their random numbers are equal.",
-                rank=r,
-                batch=k,
-                other=s,
-                other_batch=m,
-            )
 
 
 def refuse_shared_images(ranks):

@@ -27,7 +27,7 @@ WRONG = {
                 "    torch.manual_seed(step + rank)\n",
             )
         ],
-        "Rank 0 in batch 1 and rank 1 in batch 0 flip the same places",
+        "Rank 0 in batch 1 and rank 1 in batch 0 draw the same random numbers",
     ),
     "no seed": (
         [(FLIPS, f"torch.seed()\n{FLIPS}")],
@@ -39,13 +39,5 @@ WRONG = {
             (FLIPS, f"torch.manual_seed(rank)\n{FLIPS}"),
         ],
         "images were trained on several ranks",
-    ),
-    "the flips of the other rank, one place further": (
-        [(FLIP, f"{FLIP}    flip = flip.roll(rank)\n")],
-        "The ranks draw the same random numbers, one of them 1 later",
-    ),
-    "the same numbers with another bound": (
-        [(FLIP, FLIP.replace("0.5", "0.4 + 0.2 * rank"))],
-        "The random choices of a rank depend on those of the other",
     ),
 }

@@ -36,13 +36,21 @@ def check(ranks):
     sent = gradient_messages(ranks[0])
     size = sum(message.size for message in sent)
     if size > 1.5 * STEPS * GRADIENTS:  # a mend may also send losses
+        why = ""
+        if values(ranks[0], "backward without sync") and all(values(ranks[0], "torch's DDP")):
+            why = say(
+                ". no_sync() held only for the backward pass, but DDP decides in the forward pass:"
+                " move `ddp(batch)` into it too"
+            )
         refuse(
             "{sent} messages with {size:,} bytes for {steps} training steps, although the"
-            " gradients have {gradients} bytes: the ranks exchange them more than once per step.",
+            " gradients have {gradients} bytes: the ranks exchange them more than once per"
+            " step{why}.",
             sent=len(sent),
             size=size,
             steps=STEPS,
             gradients=GRADIENTS,
+            why=why,
         )
     return say(
         "{sent} messages with {size:,} bytes for {steps} training steps, and the weights are"

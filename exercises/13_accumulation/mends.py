@@ -37,4 +37,8 @@ WRONG = {
         ],
         "All ranks trained on the same images",
     ),
+    "no_sync for the backward pass only": (
+        [(BACKWARD, f"    with ddp.no_sync():\n    {BACKWARD}")],
+        "no_sync() held only for the backward pass",
+    ),
 }

@@ -26,12 +26,8 @@ WRONG = {
         ],
         "In training step 1, the optimizer got a gradient with norm 0.686",
     ),
-    "the same images on both ranks, so that the norms agree": (
-        [("DistributedSampler(dataset)", "DistributedSampler(dataset, rank=0)")],
-        "All ranks trained on the same images",
-    ),
-    "all images on both ranks, and no exchange": (
-        [(AVERAGE, ""), ("sampler=DistributedSampler(dataset)", "shuffle=True")],
-        "Each rank trained on all 256 images",
+    "the sum clipped, then divided": (
+        [(CLIP + AVERAGE, f"{LOOP}{REDUCE}{CLIP}{LOOP}{DIVIDE}")],
+        "The gradient has norm 0.3000, expected 0.6000",
     ),
 }

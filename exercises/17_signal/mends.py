@@ -22,6 +22,12 @@ RIGHT = {
             "        break\n",
         )
     ],
+    "a vote in every fourth step": [
+        (
+            STOP,
+            f"    if step % 4:\n        continue\n{VOTE}    dist.all_reduce(anyone)\n{IF_ANYONE}",
+        )
+    ],
 }
 
 WRONG = {
@@ -43,5 +49,16 @@ WRONG = {
             (END, ""),
         ],
         "one rank stopped waiting only because the other one had ended",
+    ),
+    "a collective that only one rank calls": (
+        [
+            (
+                STOP,
+                STOP.replace(
+                    "        break", "        dist.all_reduce(torch.tensor(1))\n        break"
+                ),
+            )
+        ],
+        "The ranks call different collectives: rank 0 calls all_reduce with 272 bytes in line 38",
     ),
 }

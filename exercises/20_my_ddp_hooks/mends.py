@@ -72,16 +72,8 @@ WRONG = {
         [(ONE, HOOK), (TWO, SEND), (THREE, WAIT.replace("        self.works.clear()\n", ""))],
         "empty the list",
     ),
-    "functional collectives, and no wait": (
-        [
-            (ONE, HOOK),
-            (
-                TWO,
-                "        import torch.distributed._functional_collectives as functional\n\n"
-                "        gradient = parameter.grad / dist.get_world_size()\n"
-                '        functional.all_reduce(gradient, "sum", dist.group.WORLD)\n',
-            ),
-        ],
-        "does not wait for 16 of them",
+    "a result that is lost": (
+        [(ONE, HOOK), (TWO, SEND_COPY), (THREE, WAIT)],
+        "the optimizer of rank 0 gets the gradients of its own images",
     ),
 }

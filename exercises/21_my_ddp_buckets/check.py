@@ -8,16 +8,16 @@ from exercises.judge.judging import (
     sent_per_step,
     steps,
 )
-from exercises.judge.runner import Setup
+from exercises.judge.runner import THREE_RANKS, Setup
 from exercises.sentences import say
 
 TORCHS_DDP = Setup(program="../19_my_ddp/torch_ddp.py", environment={"MORE_LAYERS": 6})
-SETUPS = [Setup(), TORCHS_DDP]
+SETUPS = [Setup(), TORCHS_DDP, THREE_RANKS]
 BUCKETS = range(3, 6)  # 105 kB of gradients in buckets of about 40 kB
 
 
-def check(ranks, torch_ranks):
-    refuse_other_weights(ranks, torch_ranks)
+def check(ranks, torch_ranks, three_ranks):
+    refuse_other_weights(ranks, torch_ranks, three_ranks)
     refuse_late_messages(ranks[0], allowed=1)  # the last bucket, which is not full
     count = len(gradient_messages(ranks[0])) / len(steps(ranks[0]))
     if count not in BUCKETS:

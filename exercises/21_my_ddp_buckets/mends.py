@@ -105,4 +105,12 @@ WRONG = {
         ],
         "12 of 12 messages began after the backward pass",
     ),
+    "half of the sum, whatever the number of ranks": (
+        [
+            (ONE, FILL + HOOKS),
+            (TWO, COUNT),
+            (THREE, FINISH.replace("dist.get_world_size()", "2")),
+        ],
+        "With three ranks, they are not those of one process",
+    ),
 }

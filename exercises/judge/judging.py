@@ -8,23 +8,24 @@ The check of each exercise is check.py in its folder, with
     MAY_FAIL        True if a program that ends with an error may be right
 """
 
-import copy
 import importlib
 import pickle
 import re
 import signal
 import textwrap
+from itertools import combinations
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from exercises.judge.recorder import Record
+from exercises.judge.recorder import Event, Message, Record
 from exercises.judge.runner import Setup
 from exercises.sentences import joined, say
 
 WAITS, RUNS = "rank {rank} waits in {line}", "rank {rank} is in {line}"
 NUMBER = 8  # bytes of one number
+UNEQUAL = {"send", "recv", "gather", "scatter", "all_to_all"}  # ranks may give other tensors
 SIGMAS = 6  # standard deviations that no chance explains
 PLACES = "{before}; {after}"  # of two ranks or more
 
@@ -104,6 +105,11 @@ def read_records(folder, count):
 def killed(folder, rank):
     """Return the Record of a rank that could not write one. It is empty if the rank never ran."""
     record = Record(rank)
+    if (folder / f"messages-{rank}").exists():
+        for line in (folder / f"messages-{rank}").read_text().splitlines():
+            name, size, number = line.split()
+            message = Message(name, int(size), False, 0, int(number))
+            record.events.append(Event("message", message))
     if (folder / f"killed-{rank}").exists():
         code, record.line = map(int, (folder / f"killed-{rank}").read_text().split())
         if code < 0:
@@ -166,12 +172,14 @@ def refuse_what_did_not_end(result, ranks, program, may_fail, variables):
     if result == "failed" and not may_fail:
         failed = [rank for rank in ranks if rank.exit_code != 0 and not rank.waits]
         rank = min(failed, key=lost_another, default=ranks[0])
+        if lost_another(rank) or rank.signal == "SIGABRT":  # as gloo ends a process
+            refuse_different_collectives(ranks, source)
         if lost_another(rank):
             others = joined(PLACES, [where(other, source) for other in ranks if other is not rank])
             refuse(
                 "Rank {rank} waited for another rank in {line}, but {others}.",
                 rank=rank.rank,
-                line=line_of(rank, source),
+                line=line_of(rank.line, source),
                 others=others,
             )
         text = where(rank, source)
@@ -184,16 +192,40 @@ def lost_another(rank):
     return rank.error is not None and any(word in rank.error[1] for word in words)
 
 
-def line_of(rank, source):
-    if not rank.line:
+def refuse_different_collectives(ranks, source):
+    """Refuse ranks of which two have called different collectives, which cannot end well."""
+    for first, *others in zip(*[values(rank, "message") for rank in ranks], strict=False):
+        for rank, call in enumerate(others, 1):
+            if UNEQUAL & {first.name, call.name}:
+                return
+            if (first.name, first.size) != (call.name, call.size):
+                refuse(
+                    "The ranks call different collectives: rank 0 calls {first}, rank {rank}"
+                    " calls {second}. All ranks must call the same ones in the same order.",
+                    first=call_of(first, source),
+                    rank=rank,
+                    second=call_of(call, source),
+                )
+
+
+def call_of(message, source):
+    return say(
+        "{name} with {size:,} bytes in {line}",
+        name=message.name,
+        size=message.size,
+        line=line_of(message.line, source),
+    )
+
+
+def line_of(number, source):
+    if not number:
         return say("code outside the file")
-    text = source[rank.line - 1].strip()
-    return say("line {line}, `{text}`", line=rank.line, text=text)
+    return say("line {line}, `{text}`", line=number, text=source[number - 1].strip())
 
 
 def where(rank, source, template=WAITS):
     """Return in which line a rank waits, failed or ended."""
-    line = line_of(rank, source)
+    line = line_of(rank.line, source)
     if rank.waits:
         return say(template, rank=rank.rank, line=line)
     if rank.error:
@@ -315,17 +347,29 @@ def variable(rank, name):
 # Comparing
 
 
-def refuse_dependent_draws(a, b):
+def refuse_dependent_draws(draws):
     """Refuse random choices of two ranks of which one follows from the other.
 
     Ranks that draw the same numbers, some places apart or with another probability, have a
     correlation at one shift. Others have none that is larger than SIGMAS standard deviations.
 
     Args:
-        a, b: of each rank: 1D tensors of the same length, of 0 and 1.
+        draws: of each rank: a list of tensors of 0 and 1, one for each batch.
     """
+    batches = [(r, k, batch) for r, of_rank in enumerate(draws) for k, batch in enumerate(of_rank)]
+    for (r, k, first), (s, m, second) in combinations(batches, 2):
+        if first.equal(second):
+            refuse(
+                "Rank {rank} in batch {batch} and rank {other} in batch {other_batch} draw the"
+                " same random numbers: what one does to its images, the other does too.",
+                rank=r,
+                batch=k,
+                other=s,
+                other_batch=m,
+            )
+    a, b = (torch.cat([batch.flatten() for batch in of_rank]).double() for of_rank in draws)
     count = len(a)
-    a, b = (x.double() - x.double().mean() for x in (a, b))
+    a, b = a - a.mean(), b - b.mean()
     product = torch.fft.rfft(a, 2 * count) * torch.fft.rfft(b, 2 * count).conj()
     correlations = torch.fft.irfft(product, 2 * count) / (a.norm() * b.norm())
     place = int(correlations.abs().argmax())
@@ -388,26 +432,67 @@ def train_alone(ranks, max_norm=None):
     Returns:
         The weights after each training step: a list of lists of tensors.
     """
-    model = copy.deepcopy(variable(ranks[0], "model"))
-    data = ranks[0].data
-    targets = classes(data)
-    parameters = list(model.parameters())
-    for parameter, weight in zip(parameters, values(ranks[0], "before")[0].weights, strict=True):
-        parameter.data.copy_(weight)
+    weights = values(ranks[0], "before")[0].weights
     results = []
     for k, parts in enumerate(zip(*map(batches, ranks), strict=True)):
         numbers = [number for part in parts for number in part]
         refuse_unknown_images(numbers)
         lr = steps(ranks[0])[k].lr
-        model.zero_grad()
-        nn.functional.cross_entropy(model(data[numbers]), targets[numbers]).backward()
-        if max_norm:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter -= lr * parameter.grad
-        results.append([parameter.detach().clone() for parameter in parameters])
+        gradients = gradients_of(ranks[0], weights, numbers, max_norm)
+        weights = [w - lr * gradient for w, gradient in zip(weights, gradients, strict=True)]
+        results.append(weights)
     return results
+
+
+def gradients_of(rank, weights, numbers, max_norm=None):
+    """Return the gradients that one process computes with these weights and images."""
+    model = variable(rank, "model")
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.data.copy_(weight)
+    data = rank.data[numbers]
+    model.zero_grad()
+    nn.functional.cross_entropy(model(data), classes(data)).backward()
+    if max_norm:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def compared(ranks, k, weights, expected):
+    """Return in words how the gradient of step k differs from what leads to expected weights."""
+    step = values(ranks[0], "before")[k - 1]
+    a, b = (
+        torch.cat([(x - y).flatten() for x, y in zip(step.weights, after, strict=True)]) / step.lr
+        for after in (weights, expected)
+    )
+    count = len(ranks)
+    if float((a - count * b).norm()) < 0.01 * float(a.norm()):
+        return say(
+            ". The gradient is {count} times as large, as the sum over the ranks is; expected the"
+            " mean",
+            count=count,
+        )
+    return say(
+        ". The gradient has norm {norm:.4f}, expected {expected:.4f}",
+        norm=float(a.norm()),
+        expected=float(b.norm()),
+    )
+
+
+def why_own_weights(ranks, k):
+    """Return in words why the ranks have different weights after training step k."""
+    for rank in ranks:
+        step = values(rank, "before")[k - 1]
+        gradients = [gradient for gradient in step.gradients if gradient is not None]
+        own = gradients_of(rank, step.weights, batches(rank)[k - 1])
+        if same(gradients, own, 1e-6):
+            return say(
+                ": the optimizer of rank {rank} gets the gradients of its own images. The mean must"
+                " be in parameter.grad",
+                rank=rank.rank,
+            )
+    if any(message.in_backward for message in gradient_messages(ranks[0])):
+        return say(". A tensor may not change while its message is under way, before wait()")
+    return ""
 
 
 def refuse_unknown_images(numbers):
@@ -457,6 +542,11 @@ def refuse_repeated_images_in(epoch, count):
             count=count,
             example=min(missing),
         )
+    if len(numbers) % count == 0 and len(numbers) > count:
+        refuse(
+            "Each image went through the model {times} times: call the model once for each batch.",
+            times=len(numbers) // count,
+        )
     if len(numbers) > count:
         refuse("{repeated} images were trained more than once.", repeated=len(numbers) - count)
 
@@ -486,19 +576,24 @@ def refuse_other_training(ranks, max_norm=None):
         if not same(alone, together, 1e-4):
             refuse(
                 "The ranks have equal weights, but after training step {step} not those of one"
-                " process that trains on the images of all ranks{clips}.",
+                " process that trains on the images of all ranks{clips}{reason}.",
                 step=k,
                 clips=clips,
+                reason=compared(ranks, k, together, alone),
             )
 
 
-def refuse_different_weights(ranks):
-    """Refuse ranks that have different weights after a training step."""
+def refuse_different_weights(ranks, why=None):
+    """Refuse ranks with different weights after a training step k; why(ranks, k) says why."""
     if k := first_difference(map(weights_after_steps, ranks)):
-        refuse("After training step {step}, the weights of the ranks differ.", step=k)
+        refuse(
+            "After training step {step}, the weights of the ranks differ{reason}.",
+            step=k,
+            reason=why(ranks, k) if why else "",
+        )
 
 
-def refuse_other_weights(ranks, torch_ranks):
+def refuse_other_weights(ranks, torch_ranks, three_ranks):
     """Refuse a program whose weights differ by one bit from the program with torch's DDP."""
     if values(ranks[0], "torch's DDP"):
         refuse("The program uses torch's DDP: please write your own.")
@@ -508,7 +603,7 @@ def refuse_other_weights(ranks, torch_ranks):
         refuse("The ranks begin with different weights.")
     if first and not same(first[0], values(torch_ranks[0], "before")[0].weights):
         refuse("The ranks begin with equal weights, but not with those that rank 0 had at first.")
-    refuse_different_weights(ranks)
+    refuse_different_weights(ranks, why_own_weights)
     if len(steps(ranks[0])) != len(steps(torch_ranks[0])):
         refuse(
             "The program took {steps} training steps, torch's DDP took {torch_steps}.",
@@ -520,14 +615,20 @@ def refuse_other_weights(ranks, torch_ranks):
         size = distance(mine[k - 1], torchs[k - 1])
         refuse(
             "The ranks have equal weights, but after training step {step} they are not those of"
-            " torch's DDP: the largest difference is {size:.2g}.",
+            " torch's DDP: the largest difference is {size:.2g}{reason}.",
             step=k,
             size=size,
+            reason=compared(ranks, k, mine[k - 1], torchs[k - 1]),
         )
     if values(ranks[0], "old wait"):
         refuse(
             "A training step waits again for the messages of the step before: empty the list,"
             " else it grows with every step."
+        )
+    if not same(steps(three_ranks[0])[0].weights, train_alone(three_ranks)[0], 1e-4):
+        refuse(
+            "With two ranks, the weights are those of torch's DDP. With three ranks, they are not"
+            " those of one process that trains on the images of all ranks."
         )
 
 

@@ -51,12 +51,9 @@ COLLECTIVES = {
     # of torch.distributed._functional_collectives
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
     "broadcast": "broadcast",
     "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
 FUNCTIONAL = "_c10d_functional"  # their namespace
@@ -76,6 +73,7 @@ class Message(NamedTuple):
     size: int  # bytes of the tensors that this rank gives
     in_backward: bool  # called while the backward pass ran
     products: int  # matrix products that the backward pass had computed
+    line: int  # of the program
 
 
 class Step(NamedTuple):
@@ -127,6 +125,8 @@ class Recorder(TorchDispatchMode):
         self.old_works = set()  # those before the last training step
         self.depth = 0  # of the modules whose forward pass runs
         self.thread = threading.get_ident()
+        self.log = None  # file for the messages: a rank that is killed leaves no record
+        self.ddp = None  # of torch, called last
         self.local = threading.local()  # of another thread: the moment at which its work began
         self.unwaited = set()  # addresses of the results of functional collectives
 
@@ -165,7 +165,10 @@ class Recorder(TorchDispatchMode):
             tensors = [x for x in tree_leaves(arg) if is_data(x)] or tensors
         size = 0 if name == "barrier" else sum(tensor.nbytes for tensor in tensors)
         moment = getattr(self.local, "moment", (self.in_backward, self.products))
-        self.add("message", Message(COLLECTIVES[name], size, *moment))
+        message = Message(COLLECTIVES[name], size, *moment, self.line())
+        self.add("message", message)
+        if self.log:
+            print(message.name, message.size, message.line, file=self.log)
 
     def add_zeros(self, kind, activations):
         """Note which activations are zero, as those are that dropout drops."""
@@ -224,7 +227,8 @@ class Recorder(TorchDispatchMode):
         """Run the forward pass of a module, and note what goes in and what comes out."""
         is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if isinstance(module, DistributedDataParallel):
-            self.add("torch's DDP")
+            self.ddp = module
+            self.add("torch's DDP", module.require_backward_grad_sync)
         inputs = [*args, *kwargs.values()]
         if self.depth == 0 and inputs and is_data(inputs[0]):
             self.add("batch", (inputs[0].detach().clone(), torch.is_grad_enabled()))
@@ -240,6 +244,8 @@ class Recorder(TorchDispatchMode):
         return output
 
     def backward(self, real, *args, **kwargs):
+        if self.ddp and not self.ddp.require_backward_grad_sync:
+            self.add("backward without sync")
         self.in_backward = True
         self.products = 0
         try:
@@ -458,6 +464,7 @@ def run_rank(program, rank, environment, folder, connection):
     sys.stderr = sys.stdout
 
     recorder = Recorder(program, rank)
+    recorder.log = open(folder / f"messages-{rank}", "w", buffering=1)  # noqa: SIM115
     end = threading.Lock()  # the record is written once
     watcher = threading.Thread(target=report, args=(recorder, folder, connection, end), daemon=True)
     watcher.start()  # before threads are watched

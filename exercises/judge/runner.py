@@ -44,6 +44,7 @@ class Setup(NamedTuple):
 # The program again, for random numbers that follow from the time or the process: a day, an hour, a
 # minute and a second later
 LATER = Setup(environment={"LATER": 90061})
+THREE_RANKS = Setup(local_ranks=(0, 1, 2), environment={"WORLD_SIZE": 3})
 # The program again, with other images, for a result that is written in it
 OTHER_IMAGES = Setup(environment={"OTHER_IMAGES": 1})
 
