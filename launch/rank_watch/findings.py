@@ -11,6 +11,8 @@ def judge(runs):
         judgment.notes.append(
             "under tensor parallelism ranks share batches and random numbers: neither was compared"
         )
+    for event in runs[0].noted["missing"]:
+        judgment.notes.extend(f"this torch has no {name}: not watched" for name in event["names"])
     for kind in watched.KINDS:
         kind.judge(runs, judgment)
     return judgment

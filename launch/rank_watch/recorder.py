@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_watch import before, on_cpu, watched
+from rank_watch import before, hooks, on_cpu, watched
 from rank_watch.hooks import replace
 from rank_watch.places import (
     is_own,
@@ -200,6 +200,7 @@ class Recorder:
             return
         for send_the_rest in self.at_end:
             send_the_rest(why)
+        self.add("missing", names=hooks.missing)
         self.add("calls", **calls_so_far(at=""))
         self.add("done", why=why, **values)
         self.flush()

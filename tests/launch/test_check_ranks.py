@@ -960,6 +960,13 @@ def test_an_evaluation_on_one_rank_that_the_others_do_not_learn_of_is_a_note(che
     assert codes == [0, 0] and re.search(r"note: only rank 0 evaluates \(\S+:\d+\), and", output)
 
 
+def test_what_has_moved_in_torch_is_named(check):
+    gone = "import sys\n\nhooks = sys.modules['rank_watch.hooks']\n"
+    gone += "hooks.replace(sys.modules['torch'], '_moved', print)\n"
+    codes, output = check(gone + RIGHT)
+    assert codes == [0, 0] and "note: this torch has no torch._moved: not watched" in output, output
+
+
 def test_without_an_optimizer_nothing_is_praised(check):
     update = "for p in net.parameters():\n            p.data -= 0.1 * p.grad"
     _, output = check(script_with([("optimizer.step()", update)]))
