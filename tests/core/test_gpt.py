@@ -157,7 +157,9 @@ def plain_training(dtype="float64"):
 
 
 # The largest difference of a loss in 20 steps that is rounding.
-ROUNDING = {"float64": 1e-12, "float32": 1e-5}
+# torch 2.9 computes something of a mesh in float32: 3e-8 were seen
+OLD = torch.__version__.startswith("2.9.")
+ROUNDING = {"float64": 1e-7 if OLD else 1e-12, "float32": 1e-5}
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
 
 
