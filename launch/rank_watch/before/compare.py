@@ -17,6 +17,8 @@ from pathlib import Path
 
 from rank_watch.before.one_process import run_one
 from rank_watch.before.training import Training
+from rank_watch.compare import COPY
+from rank_watch.watched.optimizers import FIXED, SCHEDULED
 
 STRICT, HALF = 1e-4, 3e-2  # relative differences of the first step: float32, and less
 GROWTH = 30  # of differences from step to step, if they are rounding
@@ -24,10 +26,7 @@ NOISE = 0.02  # from this difference on, rounding has grown too large for a comp
 # in findings between the ranks, which have what is seen here as a consequence
 EXPLAIN = ("clip_grad_norm_()", "the scheduler is stepped", "the loss was averaged")
 EXPLAIN_EVALUATION = ("its own part", "the ranks evaluate")
-UPDATE = ("weight_decay", "eps")  # settings that no scheduler changes
-SETTINGS = (*UPDATE, "betas", "momentum", "lr")
 TIMES = re.compile(r"#\s?(s|ms|sec|min|it/s|img/s)\b|time|took|elaps", re.IGNORECASE)
-COPY = "docs/copy-setup-distributed.md"
 
 # The ratios of loss and gradient, ranks to one process, and which mistake has this sign.
 CAUSES = [
@@ -211,7 +210,8 @@ class Comparison:
         pairs = []
         for key in self.ranks[0].run.passes_over:
             loaders = [training.loader(key) for training in trainings]
-            pairs += [(loaders[:-1], loaders[-1])] * all(loaders)
+            if all(loaders):
+                pairs.append((loaders[:-1], loaders[-1]))
         if not pairs:  # their data sets have other sizes
             all_loaders = [training.loaders() for training in trainings]
             if all(len(loaders) == 1 for loaders in all_loaders):
@@ -311,7 +311,7 @@ class Comparison:
         loss, gradient = ratio(*self.losses(k)[:2]), ratio(*self.gradients(k)[:2])
         of_ranks = [training.steps[k].loss() for training in self.ranks]
         cause = self.cause(k, loss, gradient)
-        if k and cause is None and self.compare_groups(k - 1, UPDATE):
+        if k and cause is None and self.compare_groups(k - 1, FIXED):
             return False
         fixed = "does the script expect batches of a fixed size? Later steps were not compared"
         if self.same and cause is None and not is_near(loss, 1) and len(set(of_ranks)) == 1:
@@ -384,14 +384,13 @@ class Comparison:
                     f"rank, {made[1]} in one process: its learning rates come too "
                     f"{'early' if made[0] > made[1] else 'late'}. Step it as before"
                 )
-            modes = [ours[k].trains, theirs[k].trains]
-            if sorted(map(str, modes)) == ["False", "True"]:
-                names = ["training mode" if trains else "evaluation mode" for trains in modes]
+            modes = ours[k].mode, theirs[k].mode
+            if None not in modes and modes[0] != modes[1]:
                 return self.found(
-                    f"in training step {k + 1} the model is in {names[0]} on the ranks, and in "
-                    f"{names[1]} in one process: call model.train() as before"
+                    f"in training step {k + 1} the model is in {modes[0]} on the ranks, and in "
+                    f"{modes[1]} in one process: call model.train() as before"
                 )
-            if self.compare_groups(k, SETTINGS):
+            if self.compare_groups(k, (*FIXED, *reversed(SCHEDULED))):
                 return None
         self.judgment.compared.append("the same schedule")
 
@@ -413,10 +412,11 @@ class Comparison:
             f"in training step {k + 1} the {name} of {len(other)} of {len(settings[0])} "
             f"parameters, such as {other[0]}, is {value} on the ranks and {one} in one process"
         )
-        scaled = "; right if it is scaled with the global batch, which has grown"
         if self.has_other_batch and name == "lr":
-            return self.note(text + scaled)
-        if name in UPDATE:
+            return self.note(
+                f"{text}; right if it is scaled with the global batch, which has grown"
+            )
+        if name in FIXED:
             every = len(other) == len(settings[0])
             remedy = "Set it as before" if every else "Are the groups chosen by name or by type?"
             return self.found(f"{text}. {remedy}")
@@ -500,8 +500,7 @@ class Comparison:
         if not (ended or one_ended or ends[1] == "reads on"):
             self.note("no run reached its end, so not how long it trains: --steps 0")
             return
-        leaves = ends[1] == "reads on" and one < ranks and not self.ranks[0].run.is_cut
-        if leaves:
+        if ends[1] == "reads on" and one < ranks and not self.ranks[0].run.is_cut:
             text = (
                 f"the ranks leave an epoch after {one} training steps, and begin another one; the "
                 "script before reads on"
@@ -522,11 +521,6 @@ class Comparison:
 
 def ratio(a, b):
     return a / b if b else math.inf
-
-
-def difference(a, b):
-    """Return the relative difference of two numbers."""
-    return abs(a - b) / max(abs(a), abs(b), 1e-30)
 
 
 def is_near(value, expected, tolerance=0.02):

@@ -13,6 +13,7 @@ from pathlib import Path
 from rank_watch.before import VARIABLE
 from rank_watch.before.training import Training
 from rank_watch.runs import Run
+from rank_watch.watched.optimizers import SCHEDULED
 
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MASTER_")
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -61,7 +62,7 @@ def run_one(ranks, options, folder, parts=1):
 
 def scheduled(group):
     """Return the settings of a group of parameters that a scheduler changes."""
-    return {name: group[name] for name in ("lr", "momentum", "betas") if name in group}
+    return {name: group[name] for name in SCHEDULED if name in group}
 
 
 def environment(options):

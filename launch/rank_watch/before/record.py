@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_watch import script
 from rank_watch.before import no_random
+from rank_watch.hashes import parameters_of
 from rank_watch.hooks import replace
 from rank_watch.places import own_line
 from rank_watch.watched.optimizers import SETTINGS
@@ -124,8 +125,8 @@ class Record:
             | {name: group[name] for name in SETTINGS if name in group}
             for group in optimizer.param_groups
         ]
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        self.recorder.add("gradient", groups=groups, norms=self.norms(parameters), line=own_line())
+        norms = self.norms(parameters_of(optimizer))
+        self.recorder.add("gradient", groups=groups, norms=norms, line=own_line())
 
     def after_step(self, optimizer, args, kwargs):
         self.stepping -= 1

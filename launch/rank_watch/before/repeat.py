@@ -27,7 +27,8 @@ class Repetition(Record):
         self.own = []  # settings of each group, in a step that is made with those of the ranks
 
     def install(self):
-        file = open(Path(self.options["folder"]) / "events.jsonl", "ab", buffering=0)  # noqa: SIM115
+        path = Path(self.options["folder"]) / "events.jsonl"
+        file = open(path, "ab", buffering=0)  # noqa: SIM115
         self.recorder.connection = SimpleNamespace(sendall=file.write)
         self.recorder.rank, self.recorder.world_size = 0, 1
         super().install()

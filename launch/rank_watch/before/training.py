@@ -5,6 +5,8 @@ import math
 import statistics
 from collections import Counter
 
+from rank_watch.watched.modes import mode_of
+
 
 class Step:
     """What a process did for one training step."""
@@ -17,7 +19,7 @@ class Step:
         self.groups = []  # settings of the optimizer
         self.norms = {}  # of the gradient of each parameter
         self.line = ""
-        self.trains = None  # a model was in training mode, in the passes before the backward pass
+        self.mode = None  # of the model, in the passes before the backward pass
 
     def loss(self):
         return sum(self.losses)
@@ -77,7 +79,9 @@ class Training:
             steps[event["step"]].schedulers += 1
         for event in noted["gradient"]:
             step = steps[event["step"]]
-            step.groups, step.norms, step.line = event["groups"], event["norms"], event["line"]
+            step.groups = event["groups"]
+            step.norms = event["norms"]
+            step.line = event["line"]
         for forward in run.forwards:
             if forward.training:
                 steps[forward.step].inputs.append(forward.inputs)
@@ -85,7 +89,7 @@ class Training:
                 self.evaluation(forward.step).inputs.append(forward.inputs)
         for number, passes, _ in run.micro_steps:
             if passes:
-                steps[number].trains = any(forward.mode for forward in passes)
+                steps[number].mode = mode_of(passes)
         for event in noted["number"]:
             numbers = self.evaluation(event["step"]).numbers
             numbers.setdefault(event["text"], []).append(event["numbers"])

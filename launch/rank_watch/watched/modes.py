@@ -1,6 +1,8 @@
 """A model that trains in evaluation mode on some of the ranks."""
 
-from rank_watch.compare import COPY, together, values_of
+from rank_watch.compare import COPY, equal, together, values_of
+
+EVALUATION = "evaluation mode"
 
 
 def install(recorder):
@@ -13,11 +15,10 @@ def judge(runs, judgment):
         passes = [forwards for _, forwards, _ in micro_steps]
         if not all(passes) or any(other != step for other, *_ in micro_steps):
             return
-        trains = [any(forward.mode for forward in of_rank) for of_rank in passes]
-        if all(trains) or not any(trains):
+        modes = [mode_of(of_rank) for of_rank in passes]
+        if equal(modes):
             continue
-        modes = ["training mode" if one else "evaluation mode" for one in trains]
-        line = passes[trains.index(False)][0].line
+        line = passes[modes.index(EVALUATION)][0].line
         judgment.found.append(
             f"the model is in another mode on each rank in training step {step + 1} "
             f"({values_of(runs, modes)}, {line}), so its dropout and batch norm do other things "
@@ -25,3 +26,8 @@ def judge(runs, judgment):
             f"evaluates ({COPY})"
         )
         return
+
+
+def mode_of(passes):
+    """Return the mode of the model in forward passes: training, if one of them is."""
+    return "training mode" if any(forward.mode for forward in passes) else EVALUATION

@@ -26,7 +26,9 @@ if torch := sys.modules.get("torch"):
     )
     from torch.utils.weak import WeakIdKeyDictionary
 
-SETTINGS = ("lr", "momentum", "betas", "weight_decay", "eps")  # of a parameter group
+SCHEDULED = ("lr", "momentum", "betas")  # settings of a parameter group that a scheduler changes
+FIXED = ("weight_decay", "eps")  # and those that it leaves
+SETTINGS = (*SCHEDULED, *FIXED)
 
 
 class Optimizers:
