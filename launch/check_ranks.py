@@ -76,7 +76,7 @@ def main():
         script.exit_unless_python(
             args.script, "torchrun --nproc-per-node=2 launch/check_ranks.py train.py"
         )
-    if args.before:
+    if args.before is not None:
         note_before(args)
     # A run that ends after some steps leaves semaphores, of which Python would warn.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
@@ -98,7 +98,8 @@ def note_before(args):
         command = shlex.split(args.before)
         command = command[command[:1] == ["python"] :]
     if command[:1] != ["-m"]:
-        script.exit_unless_python(command[0], '--before "train_old.py --batch-size 32"')
+        old = command[0] if command else args.before
+        script.exit_unless_python(old, '--before "train_old.py --batch-size 32"')
     if args.before == "same" and not any(name in os.environ for name in script.RANKS):
         script.say(
             "check_ranks.py: --before same: the script starts its processes itself: expected the "
