@@ -28,7 +28,7 @@ from rank_watch.calls import differences, join
 from rank_watch.places import calls_of, nccl_is_unrecorded, place_of_thread, recorded_calls
 
 FOLDER = Path(os.environ.get("WHY_HANG", "hang"))
-PATIENCE = 10  # seconds in which a rank must answer
+LOOKS = 50  # for an answer, 0.2 s apart: counted, since a machine that pauses is no silent rank
 # What launchers set: the variables of the rank and of the world size
 LAUNCHERS = [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")]
 LAUNCHERS += [("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
@@ -138,15 +138,15 @@ def ask():
     world_size = json.loads(files[-1].read_text())["world_size"]  # of the newest training
     asked = str(uuid.uuid4())
     write(FOLDER / "question.json", asked)
-    deadline = time.monotonic() + PATIENCE
-    while True:
+    for _ in range(LOOKS):
+        time.sleep(0.2)
         known = [json.loads(path.read_text()) for path in files]
         ranks = {one["rank"]: one for one in known if one["rank"] < world_size}
         silent = [rank for rank, one in ranks.items() if one.get("question") != asked]
-        if not silent or time.monotonic() > deadline:
-            missing = {rank: why_silent(ranks[rank]) for rank in silent}
-            return {rank: one for rank, one in ranks.items() if rank not in silent}, missing
-        time.sleep(0.2)
+        if not silent:
+            break
+    missing = {rank: why_silent(ranks[rank]) for rank in silent}
+    return {rank: one for rank, one in ranks.items() if rank not in silent}, missing
 
 
 def why_silent(one):
