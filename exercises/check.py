@@ -144,7 +144,7 @@ class Reader:
         passed = self.passed()
         self.print(
             "Each program runs as two processes or more, called rank 0, rank 1, and so on. It does"
-            " something\nwrongly: repair it. Programs 19 to 22 have a gap to fill.\nIf you have"
+            " something\nwrongly: repair it. Programs 25 to 29 have a gap to fill.\nIf you have"
             " never seen such a program, read {page} first.\n",
             page=f"{self.docs}/ddp-in-12-lines.md",
         )

@@ -148,8 +148,8 @@ SECOND = "In a second run, rank 0 flips other images"
     ("number", "replacements", "words"),
     [
         (11, [(SAVE, SAVE_ONCE), ("load(path)", "load(f=path, weights_only=True)")], None),
-        (20, [*FUTURES, ("        # 3. Here.\n", ALL)], None),
-        (20, [*FUTURES, ("        # 3. Here.\n", MOST)], "does not wait for 1 of them"),
+        (26, [*FUTURES, ("        # 3. Here.\n", ALL)], None),
+        (26, [*FUTURES, ("        # 3. Here.\n", MOST)], "does not wait for 1 of them"),
         (4, [(DEVICE, f"torch.accelerator.set_device_index(local_rank)\n{CURRENT}")], None),
         (4, [(f"{DEVICE}\n", RANK_0_ENDS_FIRST)], None),
         (9, [(FLIPS, f"{TODAY}\ntorch.manual_seed(seed)\n{FLIPS}")], SECOND),
@@ -452,7 +452,7 @@ def test_a_word_for_a_number_is_told_the_numbers(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         check_command.parse_args()
     expected = (
-        "check.py: error: argument number: 'five' given, expected a whole number from 1 to 22"
+        "check.py: error: argument number: 'five' given, expected a whole number from 1 to 29"
     )
     assert capsys.readouterr().err.startswith(expected)
 

@@ -1,4 +1,4 @@
-"""Mends of exercise 19, right and wrong."""
+"""Mends of exercise 25, right and wrong."""
 
 ONE = "        # 1. Here: all ranks get the weights of rank 0.\n"
 TWO = "        # 2. Here.\n"

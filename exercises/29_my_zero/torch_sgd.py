@@ -1,6 +1,4 @@
-"""Exercises 19 to 21 with torch's DDP, to compare with. MORE_LAYERS: those of 20 and 21."""
-
-import os
+"""Exercise 29 with an ordinary SGD, to compare with."""
 
 import torch
 import torch.distributed as dist
@@ -9,15 +7,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())  # the ranks would begin with different weights
+
+torch.manual_seed(0)
 layers = [nn.Linear(16, 64), nn.ReLU()]
-for _ in range(int(os.environ.get("MORE_LAYERS", 0))):
+for _ in range(6):
     layers += [nn.Linear(64, 64), nn.ReLU()]
 model = nn.Sequential(*layers, nn.Linear(64, 4))
 ddp = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-torch.manual_seed(0)
 images = torch.randn(256, 16)
 targets = images[:, :4].argmax(dim=1)
 dataset = TensorDataset(images, targets)

@@ -11,7 +11,7 @@ from exercises.judge.judging import (
 from exercises.judge.runner import THREE_RANKS, Setup
 from exercises.sentences import say
 
-TORCHS_DDP = Setup(program="../19_my_ddp/torch_ddp.py", environment={"MORE_LAYERS": 6})
+TORCHS_DDP = Setup(program="../25_my_ddp/torch_ddp.py", environment={"MORE_LAYERS": 6})
 SETUPS = [Setup(), TORCHS_DDP, THREE_RANKS]
 BUCKETS = range(3, 6)  # 105 kB of gradients in buckets of about 40 kB
 

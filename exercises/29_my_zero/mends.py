@@ -1,4 +1,4 @@
-"""Mends of exercise 22, right and wrong."""
+"""Mends of exercise 29, right and wrong."""
 
 OPTIMIZER = "        self.optimizer = torch.optim.SGD(self.parameters, lr=lr, momentum=momentum)\n"
 STEP = "        self.optimizer.step()\n"

@@ -1,4 +1,4 @@
-"""Mends of exercise 20, right and wrong."""
+"""Mends of exercise 26, right and wrong."""
 
 ONE = "        # 1. Here: register a hook for each parameter.\n"
 TWO = "        # 2. Here.\n"

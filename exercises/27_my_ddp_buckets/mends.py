@@ -1,4 +1,4 @@
-"""Mends of exercise 21, right and wrong."""
+"""Mends of exercise 27, right and wrong."""
 
 ONE = """\
         # 1. Here: divide the parameters into buckets, and register a hook for each parameter.
