@@ -35,7 +35,7 @@ test-all: test-real  ## run these, then the benchmarks and second cases of a pro
 test-oldest:  ## run the quick tests with torch 2.9, the oldest supported, in .venv-oldest; PYTHON=python3.10 too
 	$(MAKE) --no-print-directory VENV=.venv-oldest TORCH="torch==2.9.* torchvision==0.24.*" test
 
-gpu:  ## prove and measure all on NVIDIA GPUs: 18 minutes in parts, installs nothing; PYTHON=... if not in .venv
+gpu:  ## prove and measure all on NVIDIA GPUs: 14 minutes in parts, installs nothing; PYTHON=... if not in .venv
 	$(if $(filter file,$(origin PYTHON)),$(RUN),$(PYTHON)) tools/gpu.py
 
 # A contributor need not write Chinese: a stale passage is a warning here, and an error in .ci/run.

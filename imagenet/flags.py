@@ -98,7 +98,7 @@ def event_folder(text):
 
 
 def add_machine_flags(parser):
-    """Add the flags that decide how to compute, not what; tools/bench/train.py has them too."""
+    """Add the flags that decide how to compute, not what."""
     add_flags(parser.add_argument_group("computation"), COMPUTATION)
 
 

@@ -10,7 +10,7 @@ for any other model, and assumes equal blocks.
 
 Each row is the moment of a training step that needs the most memory. The order is that of 03 and
 07, where zero_grad() comes after the forward pass: the gradients of the previous step are still in
-memory when the last activation is saved. tools/bench/memory.py measures what is computed here.
+memory when the last activation is saved. results/memory holds what was measured beside it.
 
 In the ZeRO paper (https://arxiv.org/abs/1910.02054), ZeroRedundancyOptimizer is stage 1, FSDP
 without resharding after the forward pass is near stage 2, and FSDP is stage 3. HSDP shards within a

@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+import torchvision
 
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, number
 from common.records import environment
-from tools.bench.measure import machine_name, pick_device, write_images
-from tools.records import RESULTS, RecordError, read
+from tools.records import RESULTS, RecordError, machine_name, pick_device, read
 
 
 class Part(NamedTuple):
@@ -85,23 +85,17 @@ UNPACK = """
     [ -d $IMAGES ] || mv data/unpacked/cifar10 $IMAGES
     rm -rf data/unpacked
 """
-TRAIN = (
-    "python tools/bench/train.py $RESNET50 --amp bf16 --channels-last "
-    '--log-file "$OUT/train/$NAME.jsonl" --runs'
-)
-ALL = "bare dummy example example-amp"
-INPUT = """
-    python tools/bench/input.py --dataset folder --data-dir $IMAGES $INPUT \\
-        --log-file "$OUT/input/$NAME.jsonl"
+RESNET50 = """
+    for compile in "" --compile; do
+        python 06_imagenet.py $RESNET50 --epochs 1 --eval-every 0 --workers 0 --amp bf16 \\
+            --channels-last $compile --checkpoints-path $DIR/resnet50$compile \\
+            --log-file "$OUT/imagenet/$NAME.jsonl"
+    done
 """
 CIFAR10 = f"""
     {DDP} 06_imagenet.py $IMAGES $CIFAR10 --batch-size 256 --lr 0.1 --warmup-epochs 2 \\
         --weight-decay 5e-4 --label-smoothing 0.1 --amp bf16 --channels-last --eval-every 10 \\
         --checkpoints-path $DIR --log-file "$OUT/imagenet/$NAME.jsonl"
-"""
-MEMORY = """
-    python tools/bench/memory.py $VIT --processes $COUNTS $MEMORY \\
-        --log-file "$OUT/memory/$NAME.jsonl"
 """
 SPEED = """
     all="--batch-size $((BATCH * GPUS))"
@@ -132,11 +126,8 @@ PROOFS = [
     Part("preflight", 15, "preflight finds no fault", f"{DDP} launch/preflight.py"),
 ]
 SPEEDS = [
-    Part("resnet50", 160, "06 beside the bare step and a plain loop", f"{TRAIN} {ALL}"),
-    Part("input", 95, "01 on CIFAR-10 beside a classic loop and its limit", INPUT, "IMAGES"),
+    Part("resnet50", 160, "06 on ResNet-50, without and with --compile", RESNET50),
     Part("cifar10", 110, "06 on CIFAR-10: accuracy and seconds", CIFAR10, "IMAGES"),
-    Part("compile", 115, "06 with --compile", f"{TRAIN} dummy --repeats 1 --compile"),
-    Part("memory", 100, "memory of DDP and FSDP, beside tools/fit.py", MEMORY),
     Part("speed", 360, "images per second of 01 to 05", SPEED),
 ]
 
@@ -145,10 +136,8 @@ SIZES = {
     "QUICK": "--limit 16000 --epochs 2",
     "VIT": "--arch vit_b_16",
     "GPT": "--layers 12 --heads 12 --width 768 --context 1024 --batch-tokens 65536 --epochs 20",
-    "RESNET50": "--arch resnet50 --batch-size 256 --steps 50 --repeats 2",
-    "INPUT": "--limit 25000 --epochs 4 --repeats 2",
+    "RESNET50": "--arch resnet50 --batch-size 256 --dummy 12800",
     "CIFAR10": "--arch resnet18 --image-size 128 --epochs 30",
-    "MEMORY": "--arch vit_b_16 --batch-size 64 --steps 20",
     "SPEED": "--limit 50000",
     "BATCH": "256",  # images per process and training step
     "EPOCHS": "8",  # of one process: enough for ten seconds
@@ -158,10 +147,8 @@ TINY = {
     "QUICK": "--dataset folder --data-dir $REHEARSAL --epochs 2 --batch-size 16 --arch small_net",
     "VIT": "--arch mnist_net",
     "GPT": "--text LICENSE --epochs 1",
-    "RESNET50": "--arch small_net --batch-size 8 --steps 20 --repeats 1 --image-size 32",
-    "INPUT": "--epochs 1 --repeats 1 --batch-size 16 --arch small_net",
+    "RESNET50": "--arch small_net --batch-size 8 --dummy 160 --image-size 32",
     "CIFAR10": "--arch small_net --image-size 32 --epochs 1 --workers 1",
-    "MEMORY": "--arch resnet18 --batch-size 2 --steps 1 --image-size 32",
     "SPEED": "--dataset folder --data-dir $REHEARSAL --arch small_net",
     "BATCH": "16",
     "EPOCHS": "1",
@@ -343,6 +330,17 @@ class Runner:
         print(f"{name:10} {seconds:4.0f} s  {verdict}", flush=True)
 
 
+def write_images(folder, **counts):
+    """Write an ImageFolder tree of two classes: so many random images of 32x32 per split."""
+    for split, count in counts.items():
+        for label in ("cat", "dog"):
+            path = Path(folder, split, label)
+            path.mkdir(parents=True)
+            for k in range(count // 2):
+                image = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
+                torchvision.io.write_jpeg(image, str(path / f"{k}.jpg"))
+
+
 def exit_on_signals():
     """Exit by an exception on SIGTERM and SIGHUP, unless nohup has told us to ignore it."""
     for stop in (signal.SIGTERM, signal.SIGHUP):
@@ -417,8 +415,8 @@ def run(args, out, sizes):
         show_list(runner.passed())
         return
     chosen = args.parts or {part.name for part in PROOFS + SPEEDS} - runner.passed()
-    for name in ("train", "input", "imagenet", "memory", "speed"):
-        (out / name).mkdir(parents=True, exist_ok=True)
+    for folder in ("imagenet", "speed"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
     exit_on_signals()  # through Runner.run(), which leaves no process behind
     try:
         for parts, at_once in ((PROOFS, SIDE_BY_SIDE), (SPEEDS, 1)):

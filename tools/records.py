@@ -1,11 +1,16 @@
-"""Write the records in results/, and read them."""
+"""Read the records in results/, and name this machine for new ones."""
 
 import json
-import os
+import re
 import shlex
 import sys
 from pathlib import Path
 from statistics import median
+
+import torch
+
+from common.machine import cores_per_process
+from common.records import device_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -18,12 +23,19 @@ class RecordError(ValueError):
     """
 
 
-def append(log_file, record):
-    """Append one line to --log-file, if it was given: the command of this program, and a record."""
-    if log_file:
-        command = shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
-        with open(log_file, "a") as file:
-            file.write(json.dumps({"command": command} | record) + "\n")
+def pick_device():
+    """Return the device that this machine computes on."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def machine_name():
+    """Return a name for this machine, of its device and the number of devices."""
+    device = pick_device()
+    count = f"{cores_per_process(1)} cores"
+    if device.type != "cpu":
+        devices = torch.accelerator.device_count()
+        count = f"x {devices}" if devices > 1 else ""
+    return re.sub(r"[^a-z0-9]+", "-", f"{device_name(device)} {count}".lower()).strip("-")
 
 
 def to_run(command):

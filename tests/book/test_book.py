@@ -364,7 +364,6 @@ SHORT = ["--epochs=1", "--batch-size=8", "--arch=small_net", "--dataset=folder",
 SHORT_06 = ["--epochs=1", "--batch-size=16", "--arch=mnist_net", "--image-size=32", "--dummy=64"]
 LESSON = "06_imagenet.md"  # whose commands build on one another: a test of its own
 ELSEWHERE = (  # run by other tests, in sizes of their own
-    "tools/bench/",
     "launch/preflight.py",
     "tools/plan.py",
     "tools/fit.py",

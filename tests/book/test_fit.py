@@ -1,19 +1,17 @@
 """tools/fit.py: its formulas by hand, its counts beside real tensors, its memory as measured."""
 
-import json
 import re
 import sys
 
 import pytest
 import torch
 import torchvision
-from processes import ROOT, start
+from processes import ROOT
 from torch import nn
 
 from common.errors import one_line_errors
 from tools import fit
-from tools.bench import memory as bench
-from tools.records import records
+from tools.records import group, records, select
 
 # Formulas
 
@@ -118,32 +116,15 @@ def test_as_many_bytes_are_counted_as_autograd_saves(build):
 # Measured memory
 
 
-@pytest.mark.slow
-@pytest.mark.rare
-@pytest.mark.timeout(1800)
-def test_the_memory_benchmark_of_two_ranks_measures_what_is_computed(tmp_path):
-    log = tmp_path / "log.jsonl"
-    given = ["--arch", "resnet18", "--image-size", 32, "--batch-size", 16, "--steps", 1]
-    given += ["--processes", 1, 2, "--repeats", 1, "--seed", 1, "--log-file", log]
-    out, err = (process := start("tools/bench/memory.py", *given)).communicate(timeout=1700)
-    assert process.returncode == 0, err
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [record["variant"] for record in records] == list(bench.variants([1, 2]))[::-1]
-    weights = 4 * 11_689_512
-    for record in records:
-        assert record["peak_bytes"] == pytest.approx(record["computed_peak_bytes"], rel=0.1)
-        shared = record["shards"] if record["way"] == "fsdp" else 1
-        assert record["held_bytes"]["weights"] == pytest.approx(weights / shared, rel=0.01)
-        assert re.search(rf"{record['variant']} .* {record['peak_bytes'] / 1e6:.0f} MB", out)
-    sent = {record["variant"]: record["sent_bytes"] for record in records}
-    for name, times in (
-        ("1 process", 0),
-        ("DDP, 2 ranks", 1),  # 2 (N - 1) / N of the gradients
-        ("DDP, ZeroRedundancyOptimizer, 2 ranks", 1.5),  # broadcasts the weights, too
-        ("FSDP, no resharding, 2 ranks", 1),
-        ("FSDP, 2 ranks", 1.5),  # gathers the weights twice
-    ):
-        assert sent[name] == pytest.approx(times * weights, rel=0.01), name
+def test_the_memory_that_was_measured_is_computed():
+    """results/memory: of each variant, the peak on two CPU cores."""
+    measured = select(records("memory"), device="cpu", model="resnet18", repeat=0)
+    for (size, batch_size), runs in group(measured, "image_size", "batch_size").items():
+        model = fit.count_arch("resnet18", size, batch_size)
+        for run in runs:
+            setting = fit.Setting(**{name: run[name] for name in fit.Setting._fields})
+            computed = fit.peak(model, setting, "momentum", foreach=False)
+            assert computed.total == pytest.approx(run["peak_bytes"], rel=0.1), run["variant"]
 
 
 # The tool

@@ -1,4 +1,4 @@
-"""`make demo`, the steps of the ladder, and the benchmarks."""
+"""`make demo`, make, and the steps of the ladder."""
 
 import os
 import re
@@ -10,9 +10,7 @@ import torch
 from processes import ROOT
 from rungs import ALL_SCRIPTS
 
-from common.errors import UserError
 from tools import demo, steps
-from tools.bench import input as input_bench
 
 
 @pytest.mark.slow
@@ -68,15 +66,6 @@ def test_the_demo_refuses_fewer_images_than_its_processes_can_train_on(monkeypat
         with pytest.raises(SystemExit):
             demo.parse_args()
         assert f"expected a whole number of {least} or more" in capsys.readouterr().err
-
-
-def test_the_benchmark_of_loading_refuses_images_that_are_read_from_files(
-    monkeypatch, large_folder
-):
-    given = ["input.py", "--dataset", "folder", "--data-dir", str(large_folder)]
-    monkeypatch.setattr("sys.argv", given)
-    with pytest.raises(UserError, match="read from files: expected small ones of one size"):
-        input_bench.main(input_bench.parse_args())
 
 
 # Makefile

@@ -43,7 +43,7 @@ def resnet20():
 
 
 def memory():
-    """Draw the memory of a rank, measured and computed, by variant: tools/bench/memory.py."""
+    """Draw the memory of a rank, measured and computed, by variant."""
     runs = ours("memory")
     models = records.group(runs, "model", "image_size", "batch_size")
     first = min(run["repeat"] for run in runs)

@@ -89,7 +89,7 @@ def accuracy():
 
 def memory():
     """Make the table of the memory and the bytes sent of DDP and FSDP, for a vision transformer; on
-    a GPU, which the ranks do not share, also of the speed: tools/bench/memory.py.
+    a GPU, which the ranks do not share, also of the speed.
     """
 
     def render(runs):
@@ -145,8 +145,11 @@ def published_on_gpus():
 
 def measured_resnet50(results=None):
     """Return the rows (GPU, list of images per second, setting) that were measured here."""
-    runs = [r for r in records("train", results) if r["device"] != "cpu"]
-    runs = [r for r in runs if r["model"] == "resnet50" and r["run"] in RUNS]
+    runs = records("train", results)
+    for record in records("imagenet", results):
+        if record["dataset"].startswith("dummy"):
+            runs.append(record | {"run": "dummy", "batch_size": record["global_batch"]})
+    runs = [r for r in runs if r["device"] != "cpu" and r["model"] == "resnet50"]
     rows = []
     columns = ("device_name", "run", "amp", "channels_last", "compile", "batch_size", "torch")
     for (gpu, run, amp, channels_last, compiled, batch, torch), same in group(
