@@ -10,7 +10,7 @@ SETUPS = [Setup(), OTHER_IMAGES]
 
 
 def check(*runs):
-    return check_twice(check_images, runs)
+    return check_twice(check_images, runs, say("In a second run, with other images"))
 
 
 def check_images(ranks):

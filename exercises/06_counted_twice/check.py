@@ -13,7 +13,7 @@ LEAST, MOST = 40, 61  # images of a rank: about half of them
 
 
 def check(*runs):
-    return check_twice(check_images, runs)
+    return check_twice(check_images, runs, say("In a second run, with other images"))
 
 
 def check_images(ranks):

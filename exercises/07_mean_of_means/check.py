@@ -14,7 +14,7 @@ TOLERANCE = 1e-4  # the program prints four digits
 
 
 def check(*runs):
-    return check_twice(check_images, runs)
+    return check_twice(check_images, runs, say("In a second run, with other images"))
 
 
 def check_images(ranks):

@@ -252,17 +252,20 @@ def describe_error(rank):
     return f"{kind}: {message}" if message else kind
 
 
-def check_twice(check, runs):
+def check_twice(check, runs, second_run):
     """Return the Sentence of check(ranks) for the first run, if it also passes the second one.
 
-    The second one is the run with OTHER_IMAGES.
+    Args:
+        check: a function.
+        runs: two.
+        second_run: a Sentence that says how it differs, for an answer.
     """
     first, second = runs
     sentence = check(first)
     try:
         check(second)
     except Refused as refused:
-        refuse("In a second run, with other images: {sentence}", sentence=refused.args[0])
+        refuse("{run}: {sentence}", run=second_run, sentence=refused.args[0])
     return sentence
 
 

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 TICK = 0.1  # seconds between two reports of a rank
 SLOW_SAVE = 0.5  # seconds that torch.save takes here; at first there is no file, then an empty one
@@ -62,7 +62,7 @@ FUNCTIONAL = "_c10d_functional"  # their namespace
 class Event(NamedTuple):
     """Something that a rank did."""
 
-    kind: str  # "batch", "message", "before", "step", "wait", "dropout", "save", "load", ...
+    kind: str  # "batch", "message", "before", "step", "wait", "save", "load", ...
     value: Any
 
 
@@ -144,10 +144,7 @@ class Recorder(TorchDispatchMode):
         if namespace in ("c10d", FUNCTIONAL) and name in COLLECTIVES:
             self.add_message(name, args)
         if func.name() in ("aten::mm", "aten::addmm", "aten::bmm"):
-            if self.in_backward:
-                self.products += 1
-            elif self.depth > 0 and torch.is_grad_enabled():
-                self.add_zeros("zeros", args[-2])
+            self.products += self.in_backward
         result = func(*args, **(kwargs or {}))
         if namespace == FUNCTIONAL and name in COLLECTIVES:
             self.unwaited |= {x.data_ptr() for x in tree_leaves(result) if is_data(x)}
@@ -169,12 +166,6 @@ class Recorder(TorchDispatchMode):
         self.add("message", message)
         if self.log:
             print(message.name, message.size, message.line, file=self.log)
-
-    def add_zeros(self, kind, activations):
-        """Note which activations are zero, as those are that dropout drops."""
-        zeros = activations == 0
-        if zeros.any():
-            self.add(kind, zeros)
 
     def seen(self, function):
         """Return a function for another thread, in which the recorder sees what it does.
@@ -208,7 +199,6 @@ class Recorder(TorchDispatchMode):
         replace(_functional_collectives, "wait_tensor", self.wait_tensor)
         replace(threading.Thread, "start", self.start_thread)
         replace(ThreadPoolExecutor, "submit", self.submit)
-        replace(nn.functional, "dropout", self.dropout)  # which nn.Dropout calls
         replace(torch, "save", self.save)
         replace(torch, "load", self.load)
         replace(os, "kill", self.kill)
@@ -255,8 +245,9 @@ class Recorder(TorchDispatchMode):
             self.add("backward", self.products)
 
     def begin_loader(self, real, loader):
-        self.add("loader")
-        loader.num_workers = 0  # workers of a process with these threads would hang
+        self.add("loader", loader.num_workers)
+        if not isinstance(loader.dataset, IterableDataset):
+            loader.num_workers = 0  # to see which images it reads
         return real(loader)
 
     def wait(self, real, work, *args, **kwargs):
@@ -290,12 +281,6 @@ class Recorder(TorchDispatchMode):
 
     def submit(self, real, pool, function, *args, **kwargs):
         return real(pool, self.seen(function), *args, **kwargs)
-
-    def dropout(self, real, *args, **kwargs):
-        output = real(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self.add_zeros("dropout", output)
-        return output
 
     def collect_all(self, real, futures):
         """Remember which futures a program waits for, if it waits for their collection."""
