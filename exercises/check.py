@@ -1,31 +1,42 @@
 """Repair programs that train wrongly, and have your repairs checked.
 
+    python exercises/check.py --watch      the way in: the next exercise, checked at each save
     python exercises/check.py              list the exercises, and say which one is next
     python exercises/check.py 5            run exercise 5 on two ranks, and say what was seen
-    python exercises/check.py 5 --hint     a hint, and the page to read
-    python exercises/check.py 5 --watch    check again whenever you save the file
+    python exercises/check.py 5 --hint     a hint, then the next one, and the page to read
 
 Your files are in exercises/mine/: edit them there. You need no GPU.
 """
 
+import contextlib
+import difflib
 import itertools
 import json
 import os
+import runpy
+import select
 import shlex
+import signal
 import sys
+import termios
 import time
+import tty
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.flags import Parser, whole_number
+from exercises import patch
 from exercises.judge import runner
 from exercises.sentences import say, text_of
-from exercises.texts import FOLDERS, read_text, split_docstring
+from exercises.texts import COURSE, FOLDERS, read_text, split_docstring
 
 HERE = Path(__file__).resolve().parent
 LINES = 24  # of output that are shown
 POLL = 0.3  # seconds between two looks at a watched file
+WIDTH = 70  # of rules and bars
+SHORT = 16  # lines of a repair that is shown as a diff
+OTHERS = 2  # other repairs that are shown after a pass
 
 
 def parse_args():
@@ -34,12 +45,14 @@ def parse_args():
     number = whole_number(1, max(FOLDERS))
     add("number", nargs="?", type=number, help=f"of an exercise, 1 to {max(FOLDERS)}")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--hint", action="store_true", help="print a hint and the page to read")
+    what.add_argument(
+        "--hint", action="store_true", help="print the next hint and the page to read"
+    )
     what.add_argument("--solution", action="store_true", help="print what was wrong, and a repair")
     what.add_argument(
         "--reset", action="store_true", help="start again; your file is kept with the ending .old"
     )
-    what.add_argument("--watch", action="store_true", help="check whenever the file is saved")
+    what.add_argument("--watch", action="store_true", help="check at each save, and obey keys")
     what.add_argument("--all", action="store_true", help="check all exercises: for teachers")
     add("--folder", type=Path, default=HERE / "mine", help="where the repaired files are")
     add("--limit", type=float, default=runner.LIMIT, help="seconds for a program that computes")
@@ -69,7 +82,7 @@ def main():
     elif args.number is None:
         reader.print_list(number)
     else:
-        sys.exit(reader.check(number))
+        sys.exit(reader.check_once(number))
 
 
 class Reader:
@@ -82,6 +95,7 @@ class Reader:
         self.docs = "docs/zh" if self.language == "zh" else "docs"
         self.folder = args.folder
         self.limit = args.limit
+        self.has_keys = False  # while it waits for the next save
         self.flags = ["--zh"] if args.zh else []  # to repeat in the commands that are shown
         if args.folder != HERE / "mine":
             self.flags += ["--folder", shlex.quote(str(args.folder))]
@@ -92,6 +106,8 @@ class Reader:
 
     def command(self, number, *flags):
         """Return the command that checks an exercise, or does with it what the flags say."""
+        if self.has_keys and flags:
+            return say("the key {key}", key=flags[0][2])
         return " ".join(["python exercises/check.py", str(number), *flags, *self.flags])
 
     # Files
@@ -105,13 +121,21 @@ class Reader:
             path.write_text(f'"""{self.texts[number].task}\n"""{code}', encoding="utf-8")
         return path
 
+    def noted(self, name):
+        """Return what a file beside the reader's files holds, or None if nobody can read it."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.folder / name).read_text())
+        return None
+
     def passed(self):
-        """Return the numbers of the exercises that were passed; [] if nobody can read them."""
-        file = self.folder / "passed.json"
-        try:
-            return [n for n in json.loads(file.read_text()) if n in self.texts]
-        except (OSError, ValueError, TypeError):
-            return []
+        """Return the numbers of the exercises that were passed."""
+        numbers = self.noted("passed.json")
+        return [n for n in numbers if n in self.texts] if isinstance(numbers, list) else []
+
+    def hints(self):
+        """Return {number: hints that were shown}, 0 for a reader who has asked for the solution."""
+        counts = self.noted("hints.json")
+        return {int(n): count for n, count in counts.items()} if isinstance(counts, dict) else {}
 
     def note(self, number, is_passed):
         """Note whether the file of an exercise, as it is now, has passed."""
@@ -119,6 +143,10 @@ class Reader:
         passed = before | {number} if is_passed else before - {number}
         if passed != before:
             (self.folder / "passed.json").write_text(json.dumps(sorted(passed)))
+
+    def note_hints(self, number, count):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "hints.json").write_text(json.dumps(self.hints() | {number: count}))
 
     def next_number(self, after=0):
         """Return the first exercise after this one that has not passed, or the first of all."""
@@ -141,54 +169,129 @@ class Reader:
     # What the reader sees
 
     def print_list(self, number):
-        passed = self.passed()
-        self.print(
-            "Each program runs as two processes or more, called rank 0, rank 1, and so on. It does"
-            " something\nwrongly: repair it. Programs 25 to 29 have a gap to fill.\nIf you have"
-            " never seen such a program, read {page} first.\n",
-            page=f"{self.docs}/ddp-in-12-lines.md",
-        )
-        for n, text in self.texts.items():
-            print(f"{'*' if n in passed else ' '} {n:2} {text.title}")
-        if len(passed) == len(self.texts):
-            print()
+        self.print_beginning()
+        self.print_groups(number)
+        self.print_progress()
+        print()
+        if len(self.passed()) == len(self.texts):
             self.print("You have passed all exercises.")
             return
-        print()
-        self.print("The next one{marks}:", marks=say(" (* passed)") if passed else "")
-        print()
         self.print_task(number)
         print()
-        self.print("Edit your file, then check it: {command}", command=self.command(number))
+        watch = " ".join(["python exercises/check.py --watch", *self.flags])
+        self.print("Check it at each save, with keys for hints and more: {command}", command=watch)
+        self.print("Check it once: {command}", command=self.command(number))
+
+    def print_beginning(self):
+        self.print(
+            "Each program runs as two processes or more, called rank 0, rank 1, and so on. It does"
+            " something\nwrongly: repair it. Those by hand have a gap to fill.\nIf you have never"
+            " seen such a program, read {page} first.\n",
+            page=f"{self.docs}/ddp-in-12-lines.md",
+        )
+
+    def print_groups(self, number):
+        """Print the list of the exercises, with a mark at this one."""
+        passed = self.passed()
+        for group in COURSE:
+            texts = {n: text for n, text in self.texts.items() if str(n) in group["exercises"]}
+            if not texts:
+                continue
+            minutes = sum(text.minutes for text in texts.values())
+            self.print("{title}, {minutes} minutes", title=group[self.language], minutes=minutes)
+            for n, text in texts.items():
+                mark = "*" if n in passed else ">" if n == number else " "
+                level = "●" * text.level + "○" * (3 - text.level)
+                print(f"  {mark} {n:2}  {level}  {text.title}")
+            print()
+
+    def print_progress(self):
+        passed, count = len(self.passed()), len(self.texts)
+        done = WIDTH * passed // count
+        bar = "━" * done + "─" * (WIDTH - done)
+        self.print("{bar}  {passed} of {count}", bar=bar, passed=passed, count=count)
+
+    def print_title(self, number):
+        self.print("Exercise {number}: {title}", number=number, title=self.texts[number].title)
 
     def print_task(self, number):
         text = self.texts[number]
         path = show(self.path(number))
-        self.print("Exercise {number}: {title}", number=number, title=text.title)
+        self.print_title(number)
         self.print("Your file: {path}", path=path)
         print(f"\n{text.task}")
 
     def print_hint(self, number):
+        """Print the next hint of an exercise, or the last one again."""
         text = self.texts[number]
+        count = min(self.hints().get(number, 0) + 1, len(text.hints))
+        self.note_hints(number, count)
+        self.print("Hint {count} of {total}", count=count, total=len(text.hints))
+        print(f"\n{text.hints[count - 1]}\n")
         file, section = text.page
-        print(f"{text.hint}\n")
         self.print('Read "{section}" in {page}.', section=section, page=f"{self.docs}/{file}")
+        if count < len(text.hints):
+            self.print("The next hint: {command}", command=self.command(number, "--hint"))
+        else:
+            self.print("One solution: {command}", command=self.command(number, "--solution"))
 
     def print_solution(self, number):
+        if number not in self.hints() and number not in self.passed():
+            self.note_hints(number, 0)
+            self.print(
+                "A hint comes first: {command}. If you prefer the solution, ask again.",
+                command=self.command(number, "--hint"),
+            )
+            return
         print(self.texts[number].why + "\n")
         diff = (FOLDERS[number] / "solution.patch").read_text().splitlines()
-        print("\n".join("..." if line.startswith("@@") else line for line in diff[2:]))
+        print_diff(diff[2:])
+
+    def print_other_repairs(self, number):
+        """Print repairs that others have written: as diffs, or only their names if long."""
+        program = (FOLDERS[number] / "program.py").read_text()
+        repairs = []
+        for name, replacements in runpy.run_path(FOLDERS[number] / "mends.py")["RIGHT"].items():
+            text = program
+            for old, new in replacements:
+                text = text.replace(old, new)
+            repairs.append((say(name), text))
+        solution = patch.apply((FOLDERS[number] / "solution.patch").read_text(), program)
+        repairs.append((say("the one that --solution shows"), solution))
+        _, mine = split_docstring(self.path(number).read_text())
+        others = [(name, text) for name, text in repairs if split_docstring(text)[1] != mine]
+        for name, text in others[:OTHERS]:
+            self.print("Another repair: {name}", name=name)
+            diff = difflib.unified_diff(program.splitlines(), text.splitlines(), lineterm="", n=0)
+            diff = [*diff][3:]
+            if len(diff) <= SHORT:
+                print_diff(diff)
+            print()
+
+    def print_place(self, number):
+        """Print where the reader can see why: a scene, or a page."""
+        scene, (file, section) = self.texts[number].scene, self.texts[number].page
+        if scene:
+            page = f"docs/see/index.html#{scene}/0/{self.language}"
+            self.print("See it happen: open {page} in a browser.", page=page)
+        else:
+            self.print('Why: "{section}" in {page}.', section=section, page=f"{self.docs}/{file}")
 
     # Checking
 
-    def check(self, number):
-        """Check the reader's file, and print the answer. Return 0 if it has passed, else 1."""
-        text = self.texts[number]
+    def check_once(self, number):
+        """Check the reader's file, and say what comes next. Return 0 if it has passed, else 1."""
         if (self.folder / name_of(number)).exists():
-            self.print("Exercise {number}: {title}", number=number, title=text.title)
+            self.print_title(number)
         else:
             self.print_task(number)
             print()
+        passed = self.check(number)
+        self.print_commands(number, passed)
+        return int(not passed)
+
+    def check(self, number):
+        """Check the reader's file, and print the answer. Return whether it has passed."""
         path = self.path(number)
         self.print("running {path}", path=show(path))
         print()
@@ -200,17 +303,22 @@ class Reader:
         self.note(number, answer.passed)
         if not answer.passed:
             self.print("not yet: {sentence}", sentence=answer.sentence)
-            self.print("A hint: {command}", command=self.command(number, "--hint"))
-            self.print("One solution: {command}", command=self.command(number, "--solution"))
-            return 1
+            return False
         self.print("passed: {sentence}", sentence=answer.sentence)
-        print(f"\n{text.why}\n")
+        print(f"\n{self.texts[number].why}\n")
+        self.print_other_repairs(number)
+        self.print_place(number)
         if len(self.passed()) == len(self.texts):
             self.print("You have passed all exercises.")
-        else:
+        return True
+
+    def print_commands(self, number, passed):
+        """Print what the reader can do next."""
+        if not passed:
+            self.print("A hint: {command}", command=self.command(number, "--hint"))
+        elif len(self.passed()) < len(self.texts):
             command = self.command(self.next_number(number))
             self.print("The next one: {command}", command=command)
-        return 0
 
     def check_all(self):
         """Check all files that are there. Return 0 if all have passed."""
@@ -220,6 +328,7 @@ class Reader:
             begin = time.monotonic()
             if path.exists():
                 passed, sentence, _ = runner.check(FOLDERS[number], path, self.limit)
+                self.note(number, passed)
                 mark = say("passed") if passed else say("not yet")
             else:
                 passed, sentence, mark = False, say("no file"), "-"
@@ -228,30 +337,108 @@ class Reader:
             print(f"{number:2} {mark:8} {time.monotonic() - begin:4.1f} s  {text}", flush=True)
         return int(failed > 0)
 
-    def watch(self, number):
-        """Check whenever the file is saved, exercise after exercise, until Ctrl-C."""
-        while True:
-            self.print_task(number)
-            print()
-            checked = self.path(number).read_bytes()
-            while self.check(number):
-                self.wait_for_change(self.path(number), checked)
-                checked = self.path(number).read_bytes()
-            if len(self.passed()) == len(self.texts):
-                return
-            number = self.next_number(number)
-            print()
+    # Watching
 
-    def wait_for_change(self, path, checked):
-        """Wait until a file has another text than the one that was checked."""
-        self.print("waiting until you save the file ...")
+    def watch(self, number):
+        """Check whenever the file is saved, exercise after exercise, and obey keys meanwhile."""
+        if not self.passed():
+            self.print_beginning()
+        with single_keys() as self.has_keys:
+            while number:
+                self.print_task(number)
+                print()
+                number = self.watch_one(number)
+                print()
+
+    def watch_one(self, number):
+        """Check a file at each save. Return the number of the exercise that follows, or None."""
+        while True:
+            checked = self.path(number).read_bytes()
+            passed = self.check(number)
+            if not self.has_keys:
+                self.print_commands(number, passed)
+                if passed:
+                    is_end = len(self.passed()) == len(self.texts)
+                    return None if is_end else self.next_number(number)
+            key = self.wait_for_change(number, checked)
+            if key == "q":
+                return None
+            if key == "n":
+                return self.next_number(number)
+            print("─" * WIDTH)
+            self.print_title(number)
+
+    def wait_for_change(self, number, checked):
+        """Wait until a file has another text than the one that was checked, and obey keys.
+
+        Returns the key with which the reader leaves the exercise, or "".
+        """
+        keys = {
+            "h": self.print_hint,
+            "l": self.print_groups,
+            "s": self.print_solution,
+            "r": self.reset,
+        }
+        path = self.path(number)
+        self.print_keys()
         while not path.exists() or path.read_bytes() in (b"", checked):  # editors empty it first
+            key = self.read_key()
+            if key in ("n", "q"):
+                return key
+            if key in keys:
+                print()
+                keys[key](number)
+                self.print_keys()
+        return ""
+
+    def print_keys(self):
+        if self.has_keys:
+            print()
+            self.print_progress()
+            self.print("keys: n next, h hint, l list, s solution, r begin again, q quit")
+        self.print("waiting until you save the file ...")
+
+    def read_key(self):
+        """Return a key that was pressed, or "" after a while."""
+        if not self.has_keys:
             time.sleep(POLL)
+            return ""
+        ready, _, _ = select.select([sys.stdin], [], [], POLL)
+        if not ready:
+            return ""
+        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"  # it was closed
+
+
+@contextlib.contextmanager
+def single_keys():
+    """Get each key at once, without Enter. Yields whether standard input is a terminal.
+
+    Afterwards the terminal is as before, whatever happens.
+    """
+    if not sys.stdin.isatty() or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+        yield False  # a pipe, or a job in the background
+        return
+
+    def begin(*_):
+        tty.setcbreak(sys.stdin, termios.TCSANOW)
+
+    before = termios.tcgetattr(sys.stdin)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGCONT, begin)  # after Ctrl-Z, the shell has changed it
+    try:
+        begin()
+        yield True
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def name_of(number):
     """Return the name of the reader's file."""
     return f"{FOLDERS[number].name}.py"
+
+
+def print_diff(lines):
+    print("\n".join("..." if line.startswith("@@") else line for line in lines))
 
 
 def show(path):

@@ -39,7 +39,7 @@ def text_of(sentence, language):
         return sentence
     template = sentence.template
     if language == "zh":
-        template = translations()[template]
+        template = translations().get(template, template)
     return template.format(
         **{name: text_of(value, language) for name, value in sentence.values.items()}
     )

@@ -5,25 +5,30 @@ Each is run: a check that passes a wrong mend is worse than none.
 """
 
 import ast
+import fcntl
 import json
 import os
+import pty
 import re
 import runpy
+import select
 import signal
+import subprocess
 import sys
+import termios
 import time
 from string import Formatter
 
 import psutil
 import pytest
 import ranks
-from processes import ROOT, finished, gone, read_until, start
+from processes import ROOT, STARTED, finished, gone, read_until, start
 
 from exercises import check as check_command
 from exercises import patch
 from exercises.judge import judging, runner
 from exercises.sentences import CHINESE, text_of
-from exercises.texts import FOLDERS, read_text
+from exercises.texts import COURSE, FOLDERS, read_text
 
 # All tests of one pytest process fork from one server. It preloads what was asked for last: ask for
 # the modules of both.
@@ -307,8 +312,10 @@ def solve(folder, number):
 def test_the_first_call_lists_the_exercises_and_creates_the_file_of_the_first(check, tmp_path):
     code, out = check()
     assert code == 0
+    assert "Data, " in out and "  >  1  ●○○  Sharing the images\n     2  ●○○  The order" in out
     for number, text in ENGLISH.items():
-        assert f"  {number:2} {text.title}\n" in out
+        assert len(re.findall(rf" {number:2}  [●○]{{3}}  {re.escape(text.title)}\n", out)) == 1
+    assert f"─  0 of {len(NUMBERS)}\n" in out and "check.py --watch " in out
     assert "Exercise 1: Sharing the images" in out and ENGLISH[1].task in out
     assert [path.name for path in tmp_path.iterdir()] == [MINE]
     assert (tmp_path / MINE).read_text() == mended(1, [])
@@ -335,10 +342,12 @@ def test_an_exercise_that_has_passed_makes_the_next_one_next(check, tmp_path):
     solve(tmp_path, 4)
     code, out = check(4)
     assert code == 0 and "passed: on two machines with two GPUs" in out, out
-    assert ENGLISH[4].why in out and "The next one: python exercises/check.py 5 " in out
+    assert ENGLISH[4].why in out and 'Why: "What are rank, local rank, ' in out
+    assert "The next one: python exercises/check.py 5 " in out
     assert json.loads(passed.read_text()) == [1, 2, 3, 4]
     out = check()[1]
-    assert f"*  4 {ENGLISH[4].title}\n" in out and "Exercise 5: " in out
+    assert f"  *  4  ●○○  {ENGLISH[4].title}\n" in out and "Exercise 5: " in out
+    assert re.search(rf"^━+─+  4 of {len(NUMBERS)}$", out, re.M)
     (tmp_path / check_command.name_of(4)).write_text("device = None\n")
     assert check(4)[0] == 1
     assert json.loads(passed.read_text()) == [1, 2, 3]
@@ -360,19 +369,46 @@ def test_reset_begins_again_and_keeps_the_files_of_the_reader(check, tmp_path):
     assert (tmp_path / "passed.json").read_text() == "[]"
 
 
-def test_each_exercise_has_a_hint_and_a_solution_in_both_languages(check):
+def test_each_exercise_has_hints_and_a_solution_in_both_languages(check, tmp_path):
     for texts, folder, flags in ((ENGLISH, "docs", []), (IN_CHINESE, "docs/zh", ["--zh"])):
         for number, text in texts.items():
             file, section = text.page
-            hint = check(number, "--hint", *flags)[1]
-            assert all(part in hint for part in (text.hint, section, f"{folder}/{file}")), number
+            for hint in text.hints:
+                shown = check(number, "--hint", *flags)[1]
+                assert all(part in shown for part in (hint, section, f"{folder}/{file}")), number
             assert re.search(f"^#+ {re.escape(section)}$", (ROOT / folder / file).read_text(), re.M)
             solution = check(number, "--solution", *flags)[1]
             assert text.why in solution and "\n+" in solution, number
-    assert (
-        "\n-loader = DataLoader(dataset, batch_size=32, shuffle=True)\n"
-        in (check(1, "--solution")[1])
-    )
+        (tmp_path / "hints.json").unlink()
+    assert all(len(ENGLISH[n].hints) == len(IN_CHINESE[n].hints) for n in NUMBERS)
+
+
+def test_the_solution_comes_after_a_hint_or_the_second_question(check):
+    repair = "\n-loader = DataLoader(dataset, batch_size=32, shuffle=True)\n"
+    first = check(1, "--solution")[1]
+    assert repair not in first and "A hint comes first: python exercises/check.py 1 --hint" in first
+    assert repair in check(1, "--solution")[1]
+    hints = [check(2, "--hint")[1].splitlines()[0] for _ in range(4)]
+    assert hints == ["Hint 1 of 3", "Hint 2 of 3", "Hint 3 of 3", "Hint 3 of 3"]
+    assert "+    sampler.set_epoch(epoch)" in check(2, "--solution")[1]
+
+
+def test_a_pass_shows_two_repairs_that_are_not_the_readers(check, tmp_path):
+    solve(tmp_path, 2)
+    out = check(2)[1]
+    assert out.count("Another repair: ") == 2 and "+    sampler.set_epoch(epoch)\n" not in out
+    assert "\n+    sampler.set_epoch(epoch + 1)\n" in out
+    scene = re.search(r"docs/see/index.html#(\w+)/(\w+)/0/en in a browser", out)
+    assert scene.groups() == ("sampler", "without")
+
+
+def test_each_exercise_is_in_one_group_and_each_scene_is_one_of_the_page():
+    groups = [number for group in COURSE for number in group["exercises"]]
+    assert sorted(map(int, groups)) == sorted({*map(int, groups)} | {*NUMBERS})
+    scenes = (ROOT / "docs/see/scenes.js").read_text()
+    for scene, option in (text.scene.split("/") for text in ENGLISH.values() if text.scene):
+        assert f'\n  "{scene}": {{\n' in scenes, scene
+        assert scene == option or f'"{option}": [' in scenes, option
 
 
 def test_a_wrong_command_ends_with_exit_code_2(check):
@@ -409,6 +445,7 @@ def test_all_checks_the_files_that_exist(check, tmp_path):
     code, out = check("--all")
     assert code == 1 and re.search(r"^ 4 passed .* each process has its own GPU\.$", out, re.M)
     assert len(re.findall(r"^.. - .* no file$", out, re.M)) == len(NUMBERS) - 1
+    assert json.loads((tmp_path / "passed.json").read_text()) == [4]
 
 
 def test_a_file_that_is_not_utf_8_and_a_damaged_note_are_no_tracebacks(check, tmp_path):
@@ -436,6 +473,71 @@ def test_watch_notices_a_saved_mend_and_goes_on_to_the_next(english_locale, tmp_
     read_until(watching, "Exercise 5: ")
     watching.send_signal(signal.SIGINT)
     assert finished(watching)[0] == 130
+
+
+class Terminal:
+    """check.py --watch in a terminal of its own."""
+
+    def __init__(self, folder):
+        self.unread = b""
+        self.keyboard, inside = pty.openpty()
+        self.settings = lambda: termios.tcgetattr(inside)
+        self.before = self.settings()
+        command = [sys.executable, "exercises/check.py", "--watch", "--folder", str(folder)]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
+
+        def take_terminal():
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(command, cwd=ROOT, preexec_fn=take_terminal, **streams)
+        STARTED.append(self.process)
+
+    def read(self, text):
+        """Read the screen up to this text, and return what is before it."""
+        while text.encode() not in self.unread:
+            assert select.select([self.keyboard], [], [], 100)[0], self.unread.decode()
+            self.unread += os.read(self.keyboard, 4096).replace(b"\r", b"")
+        before, _, self.unread = self.unread.partition(text.encode())
+        return before.decode()
+
+    def press(self, keys):
+        os.write(self.keyboard, keys.encode())
+
+    def ends_as_before(self, code):
+        """Whether the program ends with this exit code, and the terminal is as it was."""
+        assert self.process.wait(60) == code
+        return self.settings() == self.before
+
+
+def test_watch_obeys_keys_and_leaves_the_terminal_as_it_was(english_locale, tmp_path):
+    (tmp_path / "passed.json").write_text(json.dumps([1, 2, 3]))
+    terminal = Terminal(tmp_path)
+    screen = terminal.read("waiting until")
+    assert f"  3 of {len(NUMBERS)}\nkeys: n next, h hint" in screen and "not yet: " in screen
+    assert "A hint: python" not in screen  # it is the key h
+    terminal.press("s")
+    assert "A hint comes first: the key h." in terminal.read("waiting until")
+    terminal.press("hh")
+    assert ENGLISH[4].hints[0] in terminal.read("The next hint: the key h")
+    assert ENGLISH[4].hints[1] in terminal.read("waiting until") + terminal.read("waiting until")
+    terminal.press("l")
+    assert f"  >  4  ●○○  {ENGLISH[4].title}\n" in terminal.read("waiting until")
+    terminal.press("xn")
+    terminal.read("Exercise 5: ")
+    terminal.press("r")  # typed while the check runs
+    terminal.read("05_only_rank_0.old")
+    terminal.press("q")
+    assert terminal.ends_as_before(0)
+
+
+@pytest.mark.parametrize(("key", "code"), [("\x03", 130), (signal.SIGTERM, 143)])
+def test_the_terminal_is_as_it_was_after_ctrl_c_and_a_signal(english_locale, tmp_path, key, code):
+    terminal = Terminal(tmp_path)
+    terminal.read("waiting until")
+    assert terminal.settings() != terminal.before
+    terminal.press(key) if isinstance(key, str) else terminal.process.send_signal(key)
+    assert terminal.ends_as_before(code)
 
 
 def wait_for(look):
