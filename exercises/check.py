@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.flags import Parser, whole_number
 from exercises import patch
-from exercises.judge import runner
+from exercises.judge import runner, timeline
 from exercises.sentences import say, text_of
 from exercises.texts import COURSE, FOLDERS, read_text, split_docstring
 
@@ -55,6 +55,7 @@ def parse_args():
     what.add_argument("--watch", action="store_true", help="check at each save, and obey keys")
     what.add_argument("--all", action="store_true", help="check all exercises: for teachers")
     add("--folder", type=Path, default=HERE / "mine", help="where the repaired files are")
+    add("--messages", action="store_true", help="draw who sent what when, and who waits")
     add("--limit", type=float, default=runner.LIMIT, help="seconds for a program that computes")
     add("--zh", action="store_true", help="speak Chinese, as with LANG=zh_CN.UTF-8")
     args = parser.parse_args()
@@ -95,6 +96,8 @@ class Reader:
         self.docs = "docs/zh" if self.language == "zh" else "docs"
         self.folder = args.folder
         self.limit = args.limit
+        self.shows_messages = args.messages
+        self.lanes = []  # of the last check: what the ranks did
         self.has_keys = False  # while it waits for the next save
         self.flags = ["--zh"] if args.zh else []  # to repeat in the commands that are shown
         if args.folder != HERE / "mine":
@@ -300,6 +303,9 @@ class Reader:
         if len(lines) > LINES:
             lines = [*lines[: LINES // 2], "...", *lines[-LINES // 2 :]]
         print("\n".join([*lines, ""] if lines else []))
+        self.lanes = answer.lanes
+        if self.shows_messages:
+            self.print_messages()
         self.note(number, answer.passed)
         if not answer.passed:
             self.print("not yet: {sentence}", sentence=answer.sentence)
@@ -327,7 +333,7 @@ class Reader:
             path = self.folder / name_of(number)
             begin = time.monotonic()
             if path.exists():
-                passed, sentence, _ = runner.check(FOLDERS[number], path, self.limit)
+                passed, sentence, *_ = runner.check(FOLDERS[number], path, self.limit)
                 self.note(number, passed)
                 mark = say("passed") if passed else say("not yet")
             else:
@@ -376,6 +382,7 @@ class Reader:
         keys = {
             "h": self.print_hint,
             "l": self.print_groups,
+            "m": self.print_messages,
             "s": self.print_solution,
             "r": self.reset,
         }
@@ -391,11 +398,21 @@ class Reader:
                 self.print_keys()
         return ""
 
+    def print_messages(self, *_):
+        """Draw what the ranks did in the last check."""
+        self.print(
+            "Time goes down. ● is a message, with its line; ─ joins its ranks; ┊ waits for the"
+            " others.\n"
+        )
+        print(timeline.draw(self.lanes, self.language) + "\n")
+
     def print_keys(self):
         if self.has_keys:
             print()
             self.print_progress()
-            self.print("keys: n next, h hint, l list, s solution, r begin again, q quit")
+            self.print(
+                "keys: n next, h hint, m messages, l list, s solution, r begin again, q quit"
+            )
         self.print("waiting until you save the file ...")
 
     def read_key(self):

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from exercises.judge import timeline
 from exercises.judge.recorder import Event, Message, Record
 from exercises.judge.runner import Setup
 from exercises.sentences import joined, say
@@ -79,6 +80,16 @@ def judge(exercise, program, results, folder):
         return False, sentence, output
 
 
+def lanes(exercise, results, folder):
+    """Return what timeline.draw() needs for the first run that failed or hangs, else for run 0."""
+    run = next((k for k, result in enumerate(results) if result != "ended"), 0)
+    count = len(setups(exercise)[run].local_ranks)
+    try:
+        return timeline.lanes(read_records(Path(folder, str(run)), count))
+    except Exception:  # a program may do anything: judge() says what
+        return []
+
+
 def load_check(exercise):
     return importlib.import_module(f"exercises.{exercise.name}.check")
 
@@ -107,9 +118,10 @@ def killed(folder, rank):
     record = Record(rank)
     if (folder / f"messages-{rank}").exists():
         for line in (folder / f"messages-{rank}").read_text().splitlines():
-            name, size, number = line.split()
-            message = Message(name, int(size), False, 0, int(number))
-            record.events.append(Event("message", message))
+            name, size, number, time, *ranks = line.split()
+            ranks = tuple(map(int, ranks))
+            message = Message(name, int(size), False, 0, int(number), ranks)
+            record.events.append(Event("message", message, float(time)))
     if (folder / f"killed-{rank}").exists():
         code, record.line = map(int, (folder / f"killed-{rank}").read_text().split())
         if code < 0:

@@ -18,7 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed import Work, _functional_collectives
+from torch.distributed import (
+    ProcessGroup,
+    Work,
+    _functional_collectives,
+    distributed_c10d,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -64,6 +69,7 @@ class Event(NamedTuple):
 
     kind: str  # "batch", "message", "before", "step", "wait", "save", "load", ...
     value: Any
+    time: float = 0.0  # in seconds, of a clock that all ranks share
 
 
 class Message(NamedTuple):
@@ -74,6 +80,7 @@ class Message(NamedTuple):
     in_backward: bool  # called while the backward pass ran
     products: int  # matrix products that the backward pass had computed
     line: int  # of the program
+    ranks: tuple  # that take part: those of the group; the sender and the receiver
 
 
 class Step(NamedTuple):
@@ -131,7 +138,7 @@ class Recorder(TorchDispatchMode):
         self.unwaited = set()  # addresses of the results of functional collectives
 
     def add(self, kind, value=None):
-        self.record.events.append(Event(kind, value))
+        self.record.events.append(Event(kind, value, time.monotonic()))
 
     def line(self):
         """Return the line of the program in which its thread is."""
@@ -162,10 +169,22 @@ class Recorder(TorchDispatchMode):
             tensors = [x for x in tree_leaves(arg) if is_data(x)] or tensors
         size = 0 if name == "barrier" else sum(tensor.nbytes for tensor in tensors)
         moment = getattr(self.local, "moment", (self.in_backward, self.products))
-        message = Message(COLLECTIVES[name], size, *moment, self.line())
+        ranks = self.ranks_of(COLLECTIVES[name], args)
+        message = Message(COLLECTIVES[name], size, *moment, self.line(), ranks)
         self.add("message", message)
         if self.log:
-            print(message.name, message.size, message.line, file=self.log)
+            words = (message.name, message.size, message.line, time.monotonic(), *ranks)
+            print(*words, file=self.log)
+
+    def ranks_of(self, name, args):
+        """Return the ranks of a collective's group, or the sender and the receiver of a message."""
+        group = args[-1]  # a name, in functional collectives
+        if not isinstance(group, str):
+            group = ProcessGroup.unbox(next(arg for arg in args if is_group(arg)))
+        ranks = distributed_c10d.get_process_group_ranks(group)
+        if name == "send":
+            return self.record.rank, ranks[args[2]]
+        return (ranks[args[2]], self.record.rank) if name == "recv" else tuple(ranks)
 
     def seen(self, function):
         """Return a function for another thread, in which the recorder sees what it does.
@@ -368,6 +387,10 @@ class Recorder(TorchDispatchMode):
 
 def is_data(value):
     return isinstance(value, torch.Tensor)
+
+
+def is_group(value):
+    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
 
 
 def is_file(value):

@@ -193,6 +193,7 @@ class Answer(NamedTuple):
     passed: bool
     sentence: Sentence
     output: str  # of all ranks
+    lanes: list  # for timeline.draw()
 
 
 def check(exercise, program, limit=LIMIT):
@@ -211,7 +212,7 @@ def check(exercise, program, limit=LIMIT):
         program.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         sentence = say("The file holds characters that are not UTF-8: please save it as UTF-8.")
-        return Answer(False, sentence, "")
+        return Answer(False, sentence, "", [])
     start_server()
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +223,8 @@ def check(exercise, program, limit=LIMIT):
             results.append(run(compared if setup.program else program, setup, place, limit))
             if results[-1] in ("hangs", "limit"):  # the answer will say so
                 break
-        return Answer(*ask("judge", exercise, str(program), results, folder))
+        answer = ask("judge", exercise, str(program), results, folder)
+        return Answer(*answer, ask("lanes", exercise, results, folder))
 
 
 def ask(function, *arguments):

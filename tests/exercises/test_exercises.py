@@ -26,8 +26,8 @@ from processes import ROOT, STARTED, finished, gone, read_until, start
 
 from exercises import check as check_command
 from exercises import patch
-from exercises.judge import judging, runner
-from exercises.sentences import CHINESE, text_of
+from exercises.judge import judging, runner, timeline
+from exercises.sentences import CHINESE, say, text_of
 from exercises.texts import COURSE, FOLDERS, read_text
 
 # All tests of one pytest process fork from one server. It preloads what was asked for last: ask for
@@ -208,6 +208,8 @@ def test_a_killed_rank_is_named_with_its_signal_its_line_and_the_end_of_its_outp
     assert "rank 0 was killed by SIGABRT, last seen in line" in text and "`if rank == 0:" in text
     assert "被 SIGABRT 杀死，最后执行到第" in text_of(answer.sentence, "zh")
     assert answer.output.splitlines()[-1] == "rank 0 | what(): too long"
+    lines = timeline.draw(answer.lanes, "en").splitlines()
+    assert "SIGABRT" in lines[-1] and any(re.match(r".{8}●  \d+ broadcast 272 B", x) for x in lines)
 
 
 def test_a_program_that_hangs_is_stopped_and_the_page_shows_the_answer(judge):
@@ -244,6 +246,46 @@ def test_random_numbers_begin_differently_on_each_rank_as_in_processes_of_their_
     assert answer.passed, answer
     first, second = re.findall(r"drawn (\S+) (\S+)", answer.output)
     assert first[0] != second[0] and first[1] != second[1]
+
+
+# The timeline
+
+
+def test_the_timeline_says_who_sent_what_and_where_the_ranks_of_a_hang_wait(judge):
+    lines = timeline.draw(judge(5, mended(5, [])).lanes, "en").splitlines()
+    assert lines[0].split() == ["ms", "rank", "0", "rank", "1"]
+    assert sum("│     forward()" in line for line in lines) >= 1
+    assert any("  ●  27 all_reduce 8 B" in line for line in lines)
+    assert any("  ●  30 barrier" in line for line in lines)
+    assert lines[-1].split() == ["╵", "27", "waits", "╵", "30", "waits"]
+
+
+def test_the_timeline_joins_the_ranks_of_a_message_when_the_last_one_has_called_it():
+    def sum_of_all(ms):
+        return timeline.Act(ms / 1000, 7, "all_reduce 8 B", "sum", (0, 1, 2))
+
+    def pair(ms, line, text):
+        return timeline.Act(ms / 1000, line, text, "pair", (0, 2))
+
+    waits = timeline.Act(0, 9, say("waits"))
+    lanes = [
+        [sum_of_all(0), pair(20, 8, "send 8 B → 2"), waits],
+        [sum_of_all(1), timeline.Act(0.012, 0, "forward()"), waits],
+        [sum_of_all(10), pair(30, 5, "recv 8 B ← 0"), waits],
+    ]
+    assert (
+        timeline.draw(lanes, "en")
+        == """\
+    ms  rank 0                        rank 1                        rank 2
+     0  ●   7 all_reduce 8 B          ●   7 all_reduce 8 B
+    10  └─────────────────────────────┴─────────────────────────────●   7 all_reduce 8 B
+    12  │                             │     forward()               │
+    20  ●   8 send 8 B → 2            │                             │
+    30  └─────────────────────────────┼─────────────────────────────●   5 recv 8 B ← 0
+        ╵   9 waits                   ╵   9 waits                   ╵   9 waits"""
+    )
+    last = timeline.draw(lanes, "zh").splitlines()[-1]
+    assert last == "        " + "  ".join(["╵   9 等待" + " " * 18] * 3).rstrip()
 
 
 # Sentences and texts
