@@ -83,13 +83,7 @@ def read_weights(parser, file):
 
 
 def check_mesh(parser, args, world_size):
-    """Refuse a mesh that has not the size of the world, and a model that it cannot cut."""
-    ranks = args.data * args.tensor
-    if ranks != world_size:
-        parser.error(
-            f"--data {args.data} x --tensor {args.tensor} = {ranks} for {world_size} ranks: "
-            f"expected the number of ranks; torchrun --nproc-per-node={ranks} {parser.prog}"
-        )
+    """Refuse a model that the mesh cannot cut, and a mesh that has not the size of the world."""
     if args.width % args.heads:
         width = max(1, round(args.width / args.heads)) * args.heads
         parser.error(
@@ -101,3 +95,10 @@ def check_mesh(parser, args, world_size):
                 f"{name} {size} for --tensor {args.tensor}: expected a multiple of the parts; "
                 f"--tensor {math.gcd(args.heads, VOCABULARY)} is the most for this model"
             )
+    ranks = args.data * args.tensor
+    if ranks != world_size:
+        parser.error(
+            f"--data {args.data} x --tensor {args.tensor} = {ranks} for {world_size} ranks: "
+            f"expected the number of ranks; torchrun --nproc-per-node={ranks} {parser.prog} "
+            f"--data {args.data} --tensor {args.tensor}"
+        )

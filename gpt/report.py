@@ -44,8 +44,7 @@ class TextReport(Report):
         self.world_size = args.data  # the ranks that read windows of their own
         self.test_bits = None  # per byte, after the last epoch
         self.flops = None  # per token
-        name = self.record["device_name"]
-        self.peak = next((peak for part, peak in PEAKS.items() if part in name), None)
+        self.peak = peak_of(self.record["device_name"])
 
     def header(self, model, train_set, test_set):
         """Print what decides the cost and the result of a run. A collective."""
@@ -127,6 +126,11 @@ class TextReport(Report):
         """Return what summary() says of the training."""
         bits = self.test_bits
         return "nothing trained" if bits is None else f"{bits:.3f} bits per byte of the test text"
+
+
+def peak_of(device_name):
+    """Return the bfloat16 TFLOP/s of a device, or None if they are not known here."""
+    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
 
 
 def describe_sizes(args):

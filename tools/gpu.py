@@ -77,7 +77,7 @@ SHARDS = f"""
     {DDP} 07_fsdp.py $QUICK $VIT --amp bf16 --clip-grad 1 --checkpoint-activations
 """
 GPT = f"""
-    {DDP} 08_gpt.py $GPT --amp bf16 --checkpoints-path $DIR/gpt --save $DIR/gpt.pt
+    {DDP} 08_gpt.py $GPT $TEXT --amp bf16 --checkpoints-path $DIR/gpt --save $DIR/gpt.pt
     {DDP} 08_gpt.py --weights $DIR/gpt.pt --epochs 0 --sample 100
 """
 UNPACK = """
@@ -85,13 +85,12 @@ UNPACK = """
     [ -d $IMAGES ] || mv data/unpacked/cifar10 $IMAGES
     rm -rf data/unpacked
 """
-RESNET50 = """
-    for compile in "" --compile; do
-        python 06_imagenet.py $RESNET50 --epochs 1 --eval-every 0 --workers 0 --amp bf16 \\
-            --channels-last $compile --checkpoints-path $DIR/resnet50$compile \\
-            --log-file "$OUT/imagenet/$NAME.jsonl"
-    done
-"""
+TRAIN = (
+    "python tools/bench.py images $RESNET50 --amp bf16 --channels-last "
+    '--log-file "$OUT/train/$NAME.jsonl" --runs'
+)
+LOOPS = "bare dummy example"
+TOKENS = 'python tools/bench.py text $GPT --amp bf16 --repeats 2 --log-file "$OUT/gpt/$NAME.jsonl"'
 CIFAR10 = f"""
     {DDP} 06_imagenet.py $IMAGES $CIFAR10 --batch-size 256 --lr 0.1 --warmup-epochs 2 \\
         --weight-decay 5e-4 --label-smoothing 0.1 --amp bf16 --channels-last --eval-every 10 \\
@@ -126,8 +125,10 @@ PROOFS = [
     Part("preflight", 15, "preflight finds no fault", f"{DDP} launch/preflight.py"),
 ]
 SPEEDS = [
-    Part("resnet50", 160, "06 on ResNet-50, without and with --compile", RESNET50),
+    Part("resnet50", 130, "06 beside the bare step and a plain loop", f"{TRAIN} {LOOPS}"),
+    Part("tokens", 120, "08 beside a plain loop and a compiled one", TOKENS),
     Part("cifar10", 110, "06 on CIFAR-10: accuracy and seconds", CIFAR10, "IMAGES"),
+    Part("compile", 115, "06 with --compile", f"{TRAIN} dummy --repeats 1 --compile"),
     Part("speed", 360, "images per second of 01 to 05", SPEED),
 ]
 
@@ -135,8 +136,9 @@ SIZES = {
     "IMAGES": "data/cifar10",
     "QUICK": "--limit 16000 --epochs 2",
     "VIT": "--arch vit_b_16",
-    "GPT": "--layers 12 --heads 12 --width 768 --context 1024 --batch-tokens 65536 --epochs 20",
-    "RESNET50": "--arch resnet50 --batch-size 256 --dummy 12800",
+    "GPT": "--layers 12 --heads 12 --width 768 --context 1024 --batch-tokens 65536",
+    "TEXT": "--epochs 20",
+    "RESNET50": "--arch resnet50 --batch-size 256 --steps 50 --repeats 2",
     "CIFAR10": "--arch resnet18 --image-size 128 --epochs 30",
     "SPEED": "--limit 50000",
     "BATCH": "256",  # images per process and training step
@@ -146,8 +148,9 @@ TINY = {
     "IMAGES": "$REHEARSAL",
     "QUICK": "--dataset folder --data-dir $REHEARSAL --epochs 2 --batch-size 16 --arch small_net",
     "VIT": "--arch mnist_net",
-    "GPT": "--text LICENSE --epochs 1",
-    "RESNET50": "--arch small_net --batch-size 8 --dummy 160 --image-size 32",
+    "GPT": "",
+    "TEXT": "--text LICENSE --epochs 1",
+    "RESNET50": "--arch small_net --batch-size 8 --steps 20 --repeats 1 --image-size 32",
     "CIFAR10": "--arch small_net --image-size 32 --epochs 1 --workers 1",
     "SPEED": "--dataset folder --data-dir $REHEARSAL --arch small_net",
     "BATCH": "16",
@@ -415,7 +418,7 @@ def run(args, out, sizes):
         show_list(runner.passed())
         return
     chosen = args.parts or {part.name for part in PROOFS + SPEEDS} - runner.passed()
-    for folder in ("imagenet", "speed"):
+    for folder in ("train", "gpt", "imagenet", "speed"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     exit_on_signals()  # through Runner.run(), which leaves no process behind
     try:

@@ -149,7 +149,6 @@ def spread(values, form):
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-def ratios(runs, others):
+def ratios(runs, others, speed="images_per_second"):
     """Return the speed of each run divided by the speed of the other run in the same repeat."""
-    pairs = zip(runs, others, strict=True)
-    return [one["images_per_second"] / other["images_per_second"] for one, other in pairs]
+    return [one[speed] / other[speed] for one, other in zip(runs, others, strict=True)]

@@ -168,7 +168,7 @@ def test_a_rehearsal_on_a_pretend_accelerator(without_other_packages, tmp_path):
     accelerator = Accelerator(built(), tmp_path / "report.jsonl")
     env = accelerator.environment(1)
     env["PYTHONPATH"] += f":{without_other_packages.pop('PYTHONPATH')}"
-    names = ["cifar10", "preflight", "waits", "rungs"]
+    names = ["cifar10", "resnet50", "preflight", "waits", "rungs"]
     flags = ["--rehearse", "--out", tmp_path / "out"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "tools/gpu.py", *map(str, flags), *names]
@@ -181,10 +181,12 @@ def test_a_rehearsal_on_a_pretend_accelerator(without_other_packages, tmp_path):
     assert head.startswith("pretend-accelerator, torch")
     assert sorted(rows) == sorted(begun.strip().splitlines()), "a line after each part"
     said = {row.split()[0]: row.split(maxsplit=3)[3] for row in rows}
-    assert list(said) == ["rungs", "waits", "preflight", "cifar10"]
+    assert list(said) == ["rungs", "waits", "preflight", "resnet50", "cifar10"]
+    ratio = r"\d+\.\d+ of"
     for name, text in (
         ("rungs", "passed: done: test accuracy"),
         ("waits", "no answer: 3 skipped"),  # they need a GPU
+        ("resnet50", rf"passed: 06: \d+ img/s, {ratio} bare, {ratio} example"),
         ("cifar10", "passed: done: top-1"),
     ):
         assert re.search(text, said[name]), said[name]

@@ -1,9 +1,12 @@
-"""`make demo`, make, and the steps of the ladder."""
+"""`make demo`, make, the steps of the ladder, and the benchmark."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
+from statistics import median
 
 import pytest
 import torch
@@ -66,6 +69,36 @@ def test_the_demo_refuses_fewer_images_than_its_processes_can_train_on(monkeypat
         with pytest.raises(SystemExit):
             demo.parse_args()
         assert f"expected a whole number of {least} or more" in capsys.readouterr().err
+
+
+# tools/bench.py
+
+IMAGES = ["images", "--arch=small_net", "--image-size=32", "--batch-size=8", "--runs"]
+LOOPS = {
+    "06": [*IMAGES, "bare", "dummy", "example"],
+    "08": ["text", "--layers=1", "--width=16", "--batch-tokens=256", "--runs", "plain", "08"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", LOOPS)
+def test_the_benchmark_compares_a_script_with_plain_loops(script, tmp_path):
+    log = tmp_path / "log.jsonl"
+    flags = [*LOOPS[script], "--steps=20", "--repeats=2", f"--log-file={log}"]
+    command = [sys.executable, "tools/bench.py", *flags]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    speed = {"06": "images_per_second", "08": "tokens_per_second"}[script]
+    runs = {}
+    for record in records:
+        runs.setdefault(record["run"], []).append(record[speed])
+    name = {"06": "dummy", "08": "08"}[script]
+    expected = f"{script}: {median(runs[name]):.0f} "
+    assert out.splitlines()[-1].startswith(expected), out
+    for other in runs.keys() - {name}:
+        ratio = median(ours / theirs for ours, theirs in zip(runs[name], runs[other], strict=True))
+        assert f"{ratio:.2f} of {other}" in out.splitlines()[-1]
+    assert all(record["peak_memory_mib"] > 100 for record in records)
 
 
 # Makefile
