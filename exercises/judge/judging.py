@@ -434,15 +434,19 @@ def distance(a, b):
     return max((float((x - y).abs().max()) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
-def train_alone(ranks, max_norm=None):
+def image_loss(model, images):
+    return nn.functional.cross_entropy(model(images), classes(images))
+
+
+def train_alone(ranks, max_norm=None, loss=image_loss):
     """Train as one process would, with the images that all ranks read in each training step.
 
-    The model is the variable `model` of the program; the loss is cross entropy, the optimizer plain
-    SGD.
+    The model is the variable `model` of the program, the optimizer plain SGD.
 
     Args:
         ranks: Records.
         max_norm: to clip the gradient to, or None.
+        loss: function(model, images) that returns the loss.
 
     Returns:
         The weights after each training step: a list of lists of tensors.
@@ -453,20 +457,19 @@ def train_alone(ranks, max_norm=None):
         numbers = [number for part in parts for number in part]
         refuse_unknown_images(numbers)
         lr = steps(ranks[0])[k].lr
-        gradients = gradients_of(ranks[0], weights, numbers, max_norm)
+        gradients = gradients_of(ranks[0], weights, numbers, max_norm, loss)
         weights = [w - lr * gradient for w, gradient in zip(weights, gradients, strict=True)]
         results.append(weights)
     return results
 
 
-def gradients_of(rank, weights, numbers, max_norm=None):
+def gradients_of(rank, weights, numbers, max_norm=None, loss=image_loss):
     """Return the gradients that one process computes with these weights and images."""
     model = variable(rank, "model")
     for parameter, weight in zip(model.parameters(), weights, strict=True):
         parameter.data.copy_(weight)
-    data = rank.data[numbers]
     model.zero_grad()
-    nn.functional.cross_entropy(model(data), classes(data)).backward()
+    loss(model, rank.data[numbers]).backward()
     if max_norm:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return [parameter.grad for parameter in model.parameters()]
@@ -566,8 +569,11 @@ def refuse_repeated_images_in(epoch, count):
         refuse("{repeated} images were trained more than once.", repeated=len(numbers) - count)
 
 
-def refuse_other_training(ranks, max_norm=None):
-    """Refuse a program whose ranks differ, or do not train as one process with all their images."""
+def refuse_ranks_apart(ranks):
+    """Refuse a program whose ranks do not train, or not with the same weights. Return these.
+
+    They are those after each training step: a list of lists of tensors.
+    """
     if any(not steps(rank) for rank in ranks):
         refuse("I see no training step: expected a call of `optimizer.step()`.")
     weights = [weights_before_next_steps(rank) for rank in ranks]
@@ -585,8 +591,14 @@ def refuse_other_training(ranks, max_norm=None):
     before = values(ranks[0], "before")[0].weights
     if same(before, weights[0][-1]):
         refuse("The training does not change the weights.")
+    return weights[0]
+
+
+def refuse_other_training(ranks, max_norm=None):
+    """Refuse a program whose ranks differ, or do not train as one process with all their images."""
+    weights = refuse_ranks_apart(ranks)
     clips = say(" and clips their gradient") if max_norm else ""
-    pairs = zip(train_alone(ranks, max_norm), weights[0], strict=True)
+    pairs = zip(train_alone(ranks, max_norm), weights, strict=True)
     for k, (alone, together) in enumerate(pairs, 1):
         if not same(alone, together, 1e-4):
             refuse(

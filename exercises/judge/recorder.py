@@ -24,6 +24,7 @@ from torch.distributed import (
     _functional_collectives,
     distributed_c10d,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -224,10 +225,10 @@ class Recorder(TorchDispatchMode):
 
     def add_step(self, kind, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        weights = [p.detach().clone() for p in parameters]
-        gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+        weights = [local(p.detach()).clone() for p in parameters]
+        gradients = [None if p.grad is None else local(p.grad).clone() for p in parameters]
         lr = float(optimizer.param_groups[0]["lr"])
-        state = [x for x in tree_leaves(list(optimizer.state.values())) if is_data(x)]
+        state = [local(x) for x in tree_leaves(list(optimizer.state.values())) if is_data(x)]
         state_bytes = sum(x.numel() * x.element_size() for x in state)
         self.add(kind, Step(weights, gradients, lr, state_bytes))
         self.old_works |= self.works
@@ -391,6 +392,11 @@ def is_data(value):
 
 def is_group(value):
     return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
+
+
+def local(tensor):
+    """Return the part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_file(value):
