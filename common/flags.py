@@ -10,15 +10,13 @@ import sys
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, and whose --help shows the defaults.
 
-    It reads --batch_size as --batch-size, and its errors tell people who come from other trainings
-    what to type here.
+    It reads --batch_size as --batch-size.
 
     Args:
         doc: the docstring of the script, printed by --help.
-        others: names of the groups of other trainings to look into, in other_flags.json.
     """
 
-    def __init__(self, doc, others=(), **options):
+    def __init__(self, doc, **options):
         class Formatter(
             argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
         ):
@@ -30,19 +28,16 @@ class Parser(argparse.ArgumentParser):
                 return super()._get_help_string(action)
 
         super().__init__(description=doc, formatter_class=Formatter, allow_abbrev=False, **options)
-        self.others = others
-        self.words = []  # of the command line
 
     def parse_known_args(self, args=None, namespace=None):
-        self.words = [with_hyphens(word) for word in (sys.argv[1:] if args is None else args)]
-        return super().parse_known_args(self.words, namespace)
+        words = [with_hyphens(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(words, namespace)
 
     def error(self, message):
-        from common.other_flags import hints  # needed by nothing else
-
-        found = hints(self.words, self.others, self._option_string_actions)
-        message = "; ".join(found) or message
-        self.exit(2, f"{self.prog}: error: {message} (all flags: {self.prog} --help)\n")
+        remedy = f"all flags: {self.prog} --help"
+        if message.startswith("unrecognized arguments"):
+            remedy += "; from another script: docs/coming-from.md"
+        self.exit(2, f"{self.prog}: error: {message} ({remedy})\n")
 
 
 def with_hyphens(word):
@@ -72,9 +67,9 @@ def launched_copies():
     return {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}
 
 
-def shared_flags(doc, **options):
+def shared_flags(doc):
     """Return a parser of the flags that 01 to 05 share; see Parser."""
-    parser = Parser(doc, ["01 to 05"], **options)
+    parser = Parser(doc)
     add_flags(parser, SHARED)
     return parser
 

@@ -34,7 +34,7 @@ def parse_ddp_args(doc):
 
 def parse_spawn_args(doc):
     """Parse the flags of 04: those of 03, the number of processes, and the address of rank 0."""
-    parser = ddp_parser(doc, ["04", "01 to 05"])
+    parser = ddp_parser(doc)
     gpus = torch.accelerator.device_count()
     # fmt: off
     add_flags(parser, [
@@ -79,9 +79,9 @@ def parse_spawn_args(doc):
     return args
 
 
-def ddp_parser(doc, others=("01 to 05",)):
+def ddp_parser(doc):
     """Return a parser of the flags of 03; see Parser."""
-    parser = RankParser(doc, others)
+    parser = RankParser(doc)
     add_flags(parser, SHARED)
     sync_bn = ("--sync-bn", bool, False, "batch norm over the images of all processes")
     add_flags(parser, [sync_bn])

@@ -16,7 +16,7 @@ SAME = ("--seed", "--print-every", "--log-file", "--save")  # as in the other sc
 
 def parse_gpt_args(doc):
     """Parse the flags of 08. --help prints `doc`, the docstring of the script."""
-    parser = RankParser(doc, ["08"])
+    parser = RankParser(doc)
     # fmt: off
     add_flags(parser, [
         ("--text FILE", str, None, "train on the bytes of FILE; by default, on this book"),

@@ -26,7 +26,7 @@ class RecipeParser(RankParser):
 
 def parse_args(doc):
     """Parse the flags of 06, whose docstring is `doc`."""
-    parser = RecipeParser(doc, ["06"], fromfile_prefix_chars="@")
+    parser = RecipeParser(doc, fromfile_prefix_chars="@")
     data = parser.add_argument_group("data")
     folder = "folder with train/ and val/, or with training class folders"
     data.add_argument("train_path", nargs="?", metavar="TRAIN", help=folder)

@@ -30,7 +30,7 @@ from imagenet.signals import EXIT_REQUEUE
 from tools import steps
 from tools.book import book, chinese, comments
 from tools.book.pages import SEE_LINK, chinese_pages
-from tools.book.tables import published_on_gpus, speeds
+from tools.book.tables import OTHER_FLAGS, published_on_gpus, speeds
 from tools.records import group, records
 
 PAGES = book.pages()
@@ -227,6 +227,24 @@ def test_the_pages_compare_speeds_on_a_gpu_as_recorded():
         assert all(
             re.search(n, text) for n in (f"{round(ours, -2):,.0f}", shares[0], f"{mlperf:,}")
         )
+
+
+OURS = {  # a script that takes the flags of a group in other_flags.json
+    "01 to 05": "03_mnmc_ddp_launch.py",
+    "04": "04_mnmc_ddp_mp.py",
+    "06": "06_imagenet.py",
+    "08": "08_gpt.py",
+}
+
+
+def test_what_the_tables_of_other_scripts_say_to_type_is_taken(monkeypatch):
+    monkeypatch.setattr("imagenet.flags.can_compile", lambda: True)
+    for group_name, trainings in json.loads(OTHER_FLAGS.read_text()).items():
+        for row in (row for rows in trainings.values() for row in rows):
+            words = row.get("here", "").replace("HOST:PORT", "host1:29500").split()
+            if group_name == "06" and not row.get("here", "").startswith("data/"):
+                words.append("data/imagenet")
+            parse(monkeypatch, OURS[group_name], *words)
 
 
 def test_the_readme_names_the_size_of_each_script():

@@ -50,8 +50,8 @@ def test_the_core_imports_nothing_else_and_no_other_room_imports_tools():
     assert not wrong
 
 
-# What a learner of 01 may read: all that it imports. Other data sets, and the hints that an error
-# gives, are imported when they are needed.
+# What a learner of 01 may read: all that it imports. Other data sets are imported when they are
+# needed.
 BEHIND_01 = [
     "console",
     "data",

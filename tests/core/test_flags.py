@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from imagenet_runs import final, parse_06, script
 from rungs import flags as shared_flags
+from rungs import parse
 
 from common.flags import output_file
 from ddp.flags import parse_ddp_args, parse_spawn_args
@@ -222,3 +223,9 @@ DEFAULTS_06 = """--dummy 2 --image-size 224 --arch resnet18 --epochs 100 --batch
 def test_flags_that_a_recorded_command_leaves_out_keep_their_values():
     assert vars(shared_flags(*DEFAULTS.split())) == vars(shared_flags())
     assert vars(parse_06(*DEFAULTS_06.split())) == vars(parse_06("--dummy", 2))
+
+
+def test_an_underline_in_a_flag_is_a_hyphen(monkeypatch):
+    args = parse(monkeypatch, "01_snsc.py", "--batch_size", 6, "--data_dir=my_data")
+    assert (args.batch_size, args.data_dir) == (6, "my_data"), "values stay as they are"
+    assert parse(monkeypatch, "06_imagenet.py", "--dummy", 8, "--print_every=3").print_every == 3

@@ -172,7 +172,8 @@ MISTAKES = {
     "--arch resnet19: no such model in torchvision; try resnet18": ["--arch", "resnet19"],
     "argument --log-file: cannot write": ["--log-file", "FOLDER/train/cat/000.png/log"],
     "argument --save: cannot write": ["--save", "/proc/no/net.pt"],
-    "unrecognized arguments: --learning-rate 1": ["--learning-rate", 1],
+    "unrecognized arguments: --learning-rate 1 (all flags: 03_mnmc_ddp_launch.py --help; "
+    "from another script: docs/coming-from.md)": ["--learning-rate", 1],
 }
 
 

@@ -3,10 +3,10 @@ the pages.
 """
 
 import json
+from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
 
-from common.other_flags import FILE as OTHER_FLAGS
 from gpt.report import bytes_sent
 from tools.records import (
     RESULTS,
@@ -233,7 +233,10 @@ def sent(number, unit):
     return f"{number / unit:.1f}" if number else 0
 
 
-OUR_SCRIPTS = {  # the groups in common/other_flags.json
+# Groups of what people type in other trainings: what is typed `there`, how it differs there in
+# `note`, and what to type `here` or to do `instead`.
+OTHER_FLAGS = Path(__file__).with_name("other_flags.json")
+OUR_SCRIPTS = {  # the groups
     "01 to 05": "`01_snsc.py` to `05_mnmc_ddp_slurm.py`",
     "04": "`04_mnmc_ddp_mp.py`",
     "06": "`06_imagenet.py`",
