@@ -6,21 +6,21 @@ from exercises.sentences import joined, say
 
 FOUR_RANKS = Setup(local_ranks=(0, 1, 2, 3), environment={"WORLD_SIZE": 4})
 SETUPS = [THREE_RANKS, FOUR_RANKS]
-PAIRS = {"send", "recv", "barrier"}
 
 
 def check(*runs):
     for ranks in runs:
-        refuse_other_messages(ranks)
-        refuse_wrong_sums(ranks)
-        refuse_unfinished_messages(ranks)
+        total = sum(variable(rank, "before") for rank in ranks)
+        for rank in ranks:
+            refuse_other_messages(rank)
+            refuse_wrong_sum(rank, total, len(ranks))
     sent = joined("{before}; {after}", [refuse_many_bytes(ranks) for ranks in runs])
     return say("each rank has the sum, and sends no more than it must: {sent}.", sent=sent)
 
 
-def refuse_other_messages(ranks):
-    names = [message.name for rank in ranks for message in values(rank, "message")]
-    if others := set(names) - PAIRS:
+def refuse_other_messages(rank):
+    names = {message.name for message in values(rank, "message")}
+    if others := names - {"send", "recv", "barrier"}:
         refuse(
             "The program calls dist.{name}, a collective: please use only messages from one rank to"
             " another, dist.isend and dist.irecv.",
@@ -28,35 +28,27 @@ def refuse_other_messages(ranks):
         )
 
 
-def refuse_wrong_sums(ranks):
-    before = [variable(rank, "before") for rank in ranks]
-    total = sum(before)
-    for rank in ranks:
-        result = variable(rank, "result")
-        if result.equal(before[rank.rank]):
-            refuse("With {count} ranks, rank {rank} keeps its own tensor.", **of(rank, ranks))
-        wrong = int((result - total).abs().gt(1e-4).sum())
-        if wrong:
-            refuse(
-                "With {count} ranks, {wrong:,} of {all:,} numbers on rank {rank} are not the sum"
-                " over the ranks; {kept:,} are still its own.",
-                wrong=wrong,
-                all=len(total),
-                kept=int(result.eq(before[rank.rank]).sum()),
-                **of(rank, ranks),
-            )
-
-
-def refuse_unfinished_messages(ranks):
-    for rank in ranks:
-        missing = len(values(rank, "message")) - len(values(rank, "wait"))
-        if missing > 0:
-            refuse(
-                "With {count} ranks, rank {rank} does not wait for {missing} of its messages: a"
-                " tensor may still be sent when it changes.",
-                missing=missing,
-                **of(rank, ranks),
-            )
+def refuse_wrong_sum(rank, total, count):
+    result = variable(rank, "result")
+    if wrong := int((result - total).abs().gt(1e-4).sum()):
+        refuse(
+            "With {count} ranks, {wrong:,} of {all:,} numbers on rank {rank} are not the sum over"
+            " the ranks; {kept:,} are still its own.",
+            count=count,
+            wrong=wrong,
+            all=len(total),
+            rank=rank.rank,
+            kept=int(result.eq(variable(rank, "before")).sum()),
+        )
+    missing = len(values(rank, "message")) - len(values(rank, "wait"))
+    if missing > 0:
+        refuse(
+            "With {count} ranks, rank {rank} does not wait for {missing} of its messages: a tensor"
+            " may still be sent when it changes.",
+            count=count,
+            rank=rank.rank,
+            missing=missing,
+        )
 
 
 def refuse_many_bytes(ranks):
@@ -64,18 +56,19 @@ def refuse_many_bytes(ranks):
     count = len(ranks)
     whole = variable(ranks[0], "before").nbytes
     sent = [sum(m.size for m in values(rank, "message") if m.name == "send") for rank in ranks]
+    needed = 2 * (count - 1) / count * whole
     if not any(sent):
         refuse("The sums are right, but no rank sends anything: please use dist.isend.")
-    needed = 2 * (count - 1) / count * whole
     if max(sent) > 1.02 * needed + NUMBER:
         refuse(
             "The sums are right, but with {count} ranks, rank {rank} sends {sent:,} bytes,"
             " {times:.2g} times the tensor. {needed:,.0f} are enough, 2 (n - 1) / n of it: cut the"
             " tensor into a part for each rank.",
+            count=count,
+            rank=sent.index(max(sent)),
             sent=max(sent),
             times=max(sent) / whole,
             needed=needed,
-            **of(ranks[sent.index(max(sent))], ranks),
         )
     return say(
         "with {count} ranks at most {sent:,} bytes, and not {naive:,} as with whole tensors",
@@ -83,7 +76,3 @@ def refuse_many_bytes(ranks):
         sent=max(sent),
         naive=(count - 1) * whole,
     )
-
-
-def of(rank, ranks):
-    return {"rank": rank.rank, "count": len(ranks)}

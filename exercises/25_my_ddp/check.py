@@ -1,14 +1,14 @@
 """The gradients must be averaged after the backward pass, as torch's DDP averages them."""
 
 from exercises.judge.judging import refuse, refuse_other_weights, sent_per_step
-from exercises.judge.runner import THREE_RANKS, Setup
+from exercises.judge.runner import ODD_MODEL, Setup
 from exercises.sentences import say
 
-SETUPS = [Setup(), Setup(program="torch_ddp.py"), THREE_RANKS]
+SETUPS = [Setup(), Setup(program="torch_ddp.py"), ODD_MODEL]
 
 
-def check(ranks, torch_ranks, three_ranks):
-    refuse_other_weights(ranks, torch_ranks, three_ranks)
+def check(ranks, torch_ranks, odd_ranks):
+    refuse_other_weights(ranks, torch_ranks, odd_ranks)
     first = max(map(messages_at_beginning, ranks))
     if not first:
         refuse(

@@ -10,9 +10,10 @@ BROADCAST = """\
 """
 SUM = """\
         for parameter in self.model.parameters():
-            dist.all_reduce(parameter.grad)
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
 """
-AVERAGE = f"{SUM}            parameter.grad /= dist.get_world_size()\n"
+AVERAGE = f"{SUM}                parameter.grad /= dist.get_world_size()\n"
 
 RIGHT = {
     "the state, and one message with all gradients": [
@@ -24,7 +25,7 @@ RIGHT = {
         ),
         (
             TWO,
-            "        gradients = [p.grad for p in self.model.parameters()]\n"
+            "        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]\n"
             "        flat = torch.cat([gradient.flatten() for gradient in gradients])\n"
             "        dist.all_reduce(flat)\n"
             "        flat /= dist.get_world_size()\n"
@@ -47,10 +48,14 @@ WRONG = {
     ),
     "half of the sum, whatever the number of ranks": (
         [(ONE, BROADCAST), (TWO, AVERAGE.replace("dist.get_world_size()", "2"))],
-        "With three ranks, they are not those of one process",
+        "The gradient is 1.5 times as large; expected the mean",
+    ),
+    "no frozen or unused parameter": (
+        [(ONE, BROADCAST), (TWO, AVERAGE.replace("if parameter.grad is not None", "if True"))],
+        "failed, in the run with WORLD_SIZE=3, ODD_MODEL=1",
     ),
     "no wait": (
-        [(ONE, BROADCAST), (TWO, AVERAGE.replace(".grad)", ".grad / 2, async_op=True)"))],
-        "does not wait for 4 of them",
+        [(ONE, BROADCAST), (TWO, AVERAGE.replace(".grad)", ".grad, async_op=True)"))],
+        "does not wait for 16 of them",
     ),
 }

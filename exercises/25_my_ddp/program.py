@@ -2,11 +2,13 @@
 
 All ranks should begin with the weights of rank 0, and after the backward pass each gradient should
 be the mean over all ranks, two or three. The weights should then be those of torch's DDP, bit for
-bit.
+bit. A model may share a weight between two layers, and a parameter may be frozen or not be used.
 
 Nothing fails. What check.py sees: the ranks begin with different weights, and each trains a model
 of its own.
 """
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,14 @@ class MyDDP(nn.Module):
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # the ranks would begin with different weights
-model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+layers = [nn.Linear(16, 64), nn.ReLU()]
+for _ in range(6):
+    layers += [nn.Linear(64, 64), nn.ReLU()]
+model = nn.Sequential(*layers, nn.Linear(64, 4))
+if "ODD_MODEL" in os.environ:  # check.py tries both models
+    layers[4].weight = layers[2].weight  # tied
+    layers[6].requires_grad_(False)  # frozen
+    model.unused = nn.Parameter(torch.zeros(64))
 ddp = MyDDP(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 

@@ -1,4 +1,4 @@
-"""Exercises 25 to 27 with torch's DDP, to compare with. MORE_LAYERS: those of 26 and 27."""
+"""Exercises 25 to 29 with torch's DDP and an ordinary SGD, to compare with."""
 
 import os
 
@@ -11,11 +11,16 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # the ranks would begin with different weights
 layers = [nn.Linear(16, 64), nn.ReLU()]
-for _ in range(int(os.environ.get("MORE_LAYERS", 0))):
+for _ in range(6):
     layers += [nn.Linear(64, 64), nn.ReLU()]
 model = nn.Sequential(*layers, nn.Linear(64, 4))
-ddp = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+if "ODD_MODEL" in os.environ:
+    layers[4].weight = layers[2].weight
+    layers[6].requires_grad_(False)
+    model.unused = nn.Parameter(torch.zeros(64))
+ddp = DistributedDataParallel(model, find_unused_parameters="ODD_MODEL" in os.environ)
+lr, momentum = (float(os.environ.get(*pair)) for pair in (("LR", 0.5), ("MOMENTUM", 0)))
+optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
 
 torch.manual_seed(0)
 images = torch.randn(256, 16)

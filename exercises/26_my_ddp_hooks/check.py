@@ -8,16 +8,16 @@ from exercises.judge.judging import (
     sent_per_step,
     steps,
 )
-from exercises.judge.runner import THREE_RANKS, Setup
+from exercises.judge.runner import ODD_MODEL, Setup
 from exercises.sentences import say
 
-TORCHS_DDP = Setup(program="../25_my_ddp/torch_ddp.py", environment={"MORE_LAYERS": 6})
-SETUPS = [Setup(), TORCHS_DDP, THREE_RANKS]
+TORCHS_DDP = Setup(program="../25_my_ddp/torch_ddp.py")
+SETUPS = [Setup(), TORCHS_DDP, ODD_MODEL]
 GRADIENTS = 105_232  # bytes of the gradients of all weights
 
 
-def check(ranks, torch_ranks, three_ranks):
-    refuse_other_weights(ranks, torch_ranks, three_ranks)
+def check(ranks, torch_ranks, odd_ranks):
+    refuse_other_weights(ranks, torch_ranks, odd_ranks)
     count = len(steps(ranks[0]))
     sent = gradient_messages(ranks[0])
     refuse_late_messages(ranks[0])

@@ -1,11 +1,12 @@
 """Mends of exercise 26, right and wrong."""
 
-ONE = "        # 1. Here: register a hook for each parameter.\n"
+ONE = "        # 1. Here: have start() called for each parameter.\n"
 TWO = "        # 2. Here.\n"
 THREE = "        # 3. Here.\n"
 
 HOOK = """\
-            parameter.register_post_accumulate_grad_hook(self.start)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.start)
         self.works = []
 """
 SEND = """\
@@ -49,7 +50,7 @@ RIGHT = {
         (
             THREE,
             f"{WAIT.replace('wait()', 'result()')}"
-            "        for parameter in self.model.parameters():\n"
+            "        for parameter in filter(lambda p: p.grad is not None, model.parameters()):\n"
             "            parameter.grad /= dist.get_world_size()\n",
         ),
     ],
@@ -71,6 +72,10 @@ WRONG = {
     "a list that is never empty again": (
         [(ONE, HOOK), (TWO, SEND), (THREE, WAIT.replace("        self.works.clear()\n", ""))],
         "empty the list",
+    ),
+    "hooks of frozen parameters": (
+        [(ONE, HOOK.replace("parameter.requires_grad", "True")), (TWO, SEND), (THREE, WAIT)],
+        "failed, in the run with WORLD_SIZE=3, ODD_MODEL=1",
     ),
     "a result that is lost": (
         [(ONE, HOOK), (TWO, SEND_COPY), (THREE, WAIT)],

@@ -1,11 +1,14 @@
 """Send each gradient as soon as it is complete, while the backward pass computes the next ones.
 
-A hook on each parameter (register_post_accumulate_grad_hook) should start an all_reduce that does
-not wait (async_op=True). finish_gradients() should wait for all of them. The weights should be
-those of torch's DDP.
+The messages of one training step should be under way together, and the backward pass should wait
+for none of them. After finish_gradients(), all gradients should be the means over all ranks. The
+weights should be those of torch's DDP, also if a weight is shared between two layers, or a
+parameter is frozen or not used.
 
 Nothing fails. What check.py sees: the ranks begin equal, but each trains a model of its own.
 """
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,7 @@ class MyDDP(nn.Module):
         self.model = model
         for parameter in model.parameters():
             dist.broadcast(parameter.data, src=0)
-        # 1. Here: register a hook for each parameter.
+        # 1. Here: have start() called for each parameter.
 
     def forward(self, batch):
         return self.model(batch)
@@ -41,6 +44,10 @@ layers = [nn.Linear(16, 64), nn.ReLU()]
 for _ in range(6):
     layers += [nn.Linear(64, 64), nn.ReLU()]
 model = nn.Sequential(*layers, nn.Linear(64, 4))
+if "ODD_MODEL" in os.environ:  # check.py tries both models
+    layers[4].weight = layers[2].weight  # tied
+    layers[6].requires_grad_(False)  # frozen
+    model.unused = nn.Parameter(torch.zeros(64))
 ddp = MyDDP(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 

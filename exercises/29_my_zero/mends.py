@@ -3,11 +3,17 @@
 OPTIMIZER = "        self.optimizer = torch.optim.SGD(self.parameters, lr=lr, momentum=momentum)\n"
 STEP = "        self.optimizer.step()\n"
 
-HALVES = """\
-        half = len(self.parameters) // 2
-        self.parts = [self.parameters[:half], self.parameters[half:]]
+SHARES = """\
+        count = dist.get_world_size()
+        size = -(-len(self.parameters) // count)
+        self.parts = [self.parameters[k * size : (k + 1) * size] for k in range(count)]
         mine = self.parts[dist.get_rank()]
         self.optimizer = torch.optim.SGD(mine, lr=lr, momentum=momentum)
+"""
+COPY = """\
+        for owner, part in enumerate(self.parts):
+            for parameter in part:
+                dist.broadcast(parameter.data, src=owner)
 """
 
 RIGHT = {
@@ -21,29 +27,42 @@ RIGHT = {
         ),
         (
             STEP,
-            "        gradients = torch.cat([p.grad.flatten() for p in self.parameters])\n"
-            "        self.mine.grad = gradients.chunk(dist.get_world_size())[dist.get_rank()]\n"
+            "        gradients = [torch.zeros_like(p) if p.grad is None else p.grad\n"
+            "                     for p in self.parameters]\n"
+            "        flat = nn.utils.parameters_to_vector(gradients)\n"
+            "        self.mine.grad = flat.chunk(dist.get_world_size())[dist.get_rank()]\n"
             "        self.optimizer.step()\n"
-            "        parts = [torch.empty_like(self.mine) for _ in range(dist.get_world_size())]\n"
-            "        dist.all_gather(parts, self.mine.data)\n"
-            "        nn.utils.vector_to_parameters(torch.cat(parts), self.parameters)\n",
+            "        for rank, part in enumerate(flat.chunk(dist.get_world_size())):\n"
+            "            part.copy_(self.mine.data) if rank == dist.get_rank() else None\n"
+            "            dist.broadcast(part, src=rank)\n"
+            "        nn.utils.vector_to_parameters(flat, self.parameters)\n",
         ),
-    ],
-    "torch's own": [
-        (
-            OPTIMIZER,
-            "        from torch.distributed.optim import ZeroRedundancyOptimizer\n\n"
-            "        self.optimizer = ZeroRedundancyOptimizer(\n"
-            "            self.parameters, torch.optim.SGD, lr=lr, momentum=momentum\n"
-            "        )\n",
-        )
     ],
 }
 
 WRONG = {
     "no broadcast": (
-        [(OPTIMIZER, HALVES)],
-        "At the end, the ranks have different weights",
+        [(OPTIMIZER, SHARES)],
+        "At the end with 2 ranks, the ranks have different weights",
+    ),
+    "torch's own": (
+        [
+            (
+                OPTIMIZER,
+                "        from torch.distributed.optim import ZeroRedundancyOptimizer\n\n"
+                "        self.optimizer = ZeroRedundancyOptimizer(\n"
+                "            self.parameters, torch.optim.SGD, lr=lr, momentum=momentum\n"
+                "        )\n",
+            )
+        ],
+        "ZeroRedundancyOptimizer of torch does this already",
+    ),
+    "two parts, whatever the number of ranks": (
+        [
+            (OPTIMIZER, SHARES.replace("dist.get_world_size()", "2")),
+            (STEP, f"{STEP}{COPY}"),
+        ],
+        "failed, in the run with WORLD_SIZE=3, ODD_MODEL=1",
     ),
     "an optimizer for each parameter, on both ranks": (
         [
@@ -56,6 +75,6 @@ WRONG = {
             ),
             (STEP, "        for optimizer in self.optimizers:\n            optimizer.step()\n"),
         ],
-        "Rank 0 keeps 105,232 bytes of momentum, of 105,232",
+        "Rank 0 keeps 105,232 bytes of momentum with 2 ranks, of 105,232",
     ),
 }

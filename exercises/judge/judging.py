@@ -472,7 +472,7 @@ def gradients_of(rank, weights, numbers, max_norm=None, loss=image_loss):
     loss(model, rank.data[numbers]).backward()
     if max_norm:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return [parameter.grad for parameter in model.parameters()]
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
 def compared(ranks, k, weights, expected):
@@ -482,12 +482,13 @@ def compared(ranks, k, weights, expected):
         torch.cat([(x - y).flatten() for x, y in zip(step.weights, after, strict=True)]) / step.lr
         for after in (weights, expected)
     )
-    count = len(ranks)
-    if float((a - count * b).norm()) < 0.01 * float(a.norm()):
+    times = float(a @ b / (b @ b))
+    if float((a - times * b).norm()) < 0.01 * float(a.norm()):
+        is_sum = abs(times - len(ranks)) < 0.01
         return say(
-            ". The gradient is {count} times as large, as the sum over the ranks is; expected the"
-            " mean",
-            count=count,
+            ". The gradient is {times:.3g} times as large{why}; expected the mean",
+            times=times,
+            why=say(", as the sum over the ranks is") if is_sum else "",
         )
     return say(
         ". The gradient has norm {norm:.4f}, expected {expected:.4f}",
@@ -620,10 +621,12 @@ def refuse_different_weights(ranks, why=None):
         )
 
 
-def refuse_other_weights(ranks, torch_ranks, three_ranks):
-    """Refuse a program whose weights differ by one bit from the program with torch's DDP."""
-    if values(ranks[0], "torch's DDP"):
-        refuse("The program uses torch's DDP: please write your own.")
+def refuse_other_weights(ranks, torch_ranks, odd_ranks):
+    """Refuse a program whose weights differ by one bit from the program with torch's DDP.
+
+    Or, in the run with ODD_MODEL, from those of one process.
+    """
+    refuse_torchs_own(ranks[0])
     refuse_unfinished_messages(ranks[0])
     first = [values(rank, "before")[0].weights for rank in ranks if steps(rank)]
     if len(first) == 2 and not same(*first):
@@ -652,11 +655,36 @@ def refuse_other_weights(ranks, torch_ranks, three_ranks):
             "A training step waits again for the messages of the step before: empty the list,"
             " else it grows with every step."
         )
-    if not same(steps(three_ranks[0])[0].weights, train_alone(three_ranks)[0], 1e-4):
+    refuse_odd_weights(odd_ranks)
+
+
+def refuse_odd_weights(ranks):
+    """Refuse the weights of a run with ODD_MODEL if they are not those of one process."""
+    if not same(*[values(rank, "before")[0].weights for rank in ranks[:2]]):
         refuse(
-            "With two ranks, the weights are those of torch's DDP. With three ranks, they are not"
-            " those of one process that trains on the images of all ranks."
+            "In the run with ODD_MODEL=1, the ranks begin with different weights: they also need"
+            " the frozen parameters of rank 0."
         )
+    alone = train_alone(ranks)
+    for rank in ranks:
+        together = weights_before_next_steps(rank)
+        for k, (expected, weights) in enumerate(zip(alone, together, strict=True), 1):
+            if not same(expected, weights, 1e-4):
+                refuse(
+                    "With two ranks, the weights are right. With WORLD_SIZE=3 and ODD_MODEL=1 (a"
+                    " model with a tied, a frozen and an unused parameter), rank {rank} has other"
+                    " weights than one process after training step {step}{reason}.",
+                    rank=rank.rank,
+                    step=k,
+                    reason=compared(ranks, k, weights, expected),
+                )
+
+
+def refuse_torchs_own(rank, allowed=()):
+    """Refuse a program that lets torch do what the reader should write."""
+    names = [name for name in values(rank, "torch's own") if name not in allowed]
+    if names:
+        refuse("{name} of torch does this already: here, please write your own.", name=names[0])
 
 
 def refuse_late_messages(rank, allowed=0):

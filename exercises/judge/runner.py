@@ -45,6 +45,7 @@ class Setup(NamedTuple):
 # minute and a second later
 LATER = Setup(environment={"LATER": 90061})
 THREE_RANKS = Setup(local_ranks=(0, 1, 2), environment={"WORLD_SIZE": 3})
+ODD_MODEL = Setup(local_ranks=(0, 1, 2), environment={"WORLD_SIZE": 3, "ODD_MODEL": 1})
 # The program again, with other images, for a result that is written in it
 OTHER_IMAGES = Setup(environment={"OTHER_IMAGES": 1})
 

@@ -117,8 +117,9 @@ SAVE = "torch.save(ddp.state_dict(), path)\n"
 SAVE_ONCE = "if rank == 0: torch.save(obj=model.state_dict(), f=path)\ndist.barrier()\n"
 FUTURES = [
     (
-        "        # 1. Here: register a hook for each parameter.\n",
-        "            parameter.register_post_accumulate_grad_hook(self.start)\n"
+        "        # 1. Here: have start() called for each parameter.\n",
+        "            if parameter.requires_grad:\n"
+        "                parameter.register_post_accumulate_grad_hook(self.start)\n"
         "        self.works = []\n",
     ),
     (
