@@ -1,10 +1,13 @@
-"""Send gradients in buckets of about 40 kB, while the backward pass runs.
+"""Average the gradients in buckets of about 40 kB, each with one message.
 
 A message has a fixed cost, so many small messages are slow. The model has 16 parameters; expect
-three or four messages per training step. The weights should be those of torch's DDP.
+three or four messages per training step. They may begin after the backward pass. The weights should
+be those of torch's DDP, also if a parameter is frozen or not used.
 
 Nothing fails. What check.py sees: the ranks begin equal, but each trains a model of its own.
 """
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -22,18 +25,14 @@ class MyDDP(nn.Module):
         self.model = model
         for parameter in model.parameters():
             dist.broadcast(parameter.data, src=0)
-        # 1. Here: divide the parameters into buckets, and register a hook for each parameter.
+        # 1. Here: divide the parameters into buckets.
 
     def forward(self, batch):
         return self.model(batch)
 
-    def count(self, bucket):
-        """Note that one more gradient of a bucket is complete; after the last, send the bucket."""
+    def average_gradients(self):
+        """Replace each gradient by its mean over all ranks, after the backward pass."""
         # 2. Here.
-
-    def finish_gradients(self):
-        """Wait until all gradients are the means over all ranks."""
-        # 3. Here.
 
 
 dist.init_process_group("gloo")
@@ -42,6 +41,10 @@ layers = [nn.Linear(16, 64), nn.ReLU()]
 for _ in range(6):
     layers += [nn.Linear(64, 64), nn.ReLU()]
 model = nn.Sequential(*layers, nn.Linear(64, 4))
+if "ODD_MODEL" in os.environ:  # check.py tries both models
+    layers[4].weight = layers[2].weight  # tied
+    layers[6].requires_grad_(False)  # frozen
+    model.unused = nn.Parameter(torch.zeros(64))
 ddp = MyDDP(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
@@ -55,7 +58,7 @@ for batch, labels in loader:
     loss = nn.functional.cross_entropy(ddp(batch), labels)
     optimizer.zero_grad()
     loss.backward()
-    ddp.finish_gradients()
+    ddp.average_gradients()
     optimizer.step()
 
 dist.destroy_process_group()
