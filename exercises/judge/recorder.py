@@ -179,8 +179,9 @@ class Recorder(TorchDispatchMode):
 
     def ranks_of(self, name, args):
         """Return the ranks of a collective's group, or the sender and the receiver of a message."""
-        group = args[-1]  # a name, in functional collectives
-        if not isinstance(group, str):
+        if isinstance(args[-1], str):  # in functional collectives
+            group = distributed_c10d._resolve_process_group(args[-1])
+        else:
             group = ProcessGroup.unbox(next(arg for arg in args if is_group(arg)))
         ranks = distributed_c10d.get_process_group_ranks(group)
         if name == "send":
