@@ -12,6 +12,7 @@ The pages are README.md, CONTRIBUTING.md, docs/*.md and their Chinese translatio
     diff: 03 0 1        the diff of two of its sections, see tools/steps.py
     section: 03 0       a section of a script, see tools/steps.py
     code: FILE NAME     a function, a class or the docstring of a file
+    exercises: list     the exercises in their groups
     output: COMMAND     the output of a command, recorded in results/output/; remove its line there
                         to record it again
 """
@@ -28,6 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.flags import Parser
+from exercises.texts import COURSE, FOLDERS, read_text
 from tools import steps
 from tools.book import comments
 from tools.book.pages import BLOCK, chinese_pages, pages
@@ -48,6 +50,8 @@ def render(text, chinese=False):
 
     def fill(match):
         begin, kind, argument, _, end = match.groups()
+        if kind == "exercises":  # whose texts are in both languages
+            return f"{begin}\n{exercises('zh' if chinese else 'en')}\n\n{end}"
         if kind in OF_CODE:
             block = OF_CODE[kind](argument, read)
         elif kind in OF_RECORDS:
@@ -124,6 +128,21 @@ def output(command):
             f"the output of `{command}` is not recorded: python tools/book/book.py --record"
         )
     return f"On {hardware(runs[-1])}:\n\n{fenced('text', runs[-1]['output'])}"
+
+
+def exercises(language):
+    """Return the table of the exercises, in their groups."""
+    head = {"en": "| | exercise | minutes | read |", "zh": "| | 练习 | 分钟 | 阅读 |"}
+    lines = [head[language], "| --- | --- | --- | --- |"]
+    for group in COURSE:
+        lines.append(f"| | **{group[language]}** | | |")
+        for number in sorted({*map(int, group["exercises"])} & {*FOLDERS}):
+            text = read_text(FOLDERS[number], language)
+            file, section = text.page
+            anchor = re.sub(r"[^\w\- ]", "", section.lower()).replace(" ", "-")
+            link = f"[{file.removesuffix('.md')}]({file}#{anchor})"
+            lines.append(f"| {number} | {text.title} | {text.minutes} | {link} |")
+    return "\n".join(lines)
 
 
 OF_CODE = {"diff": diff, "section": section, "code": code}
