@@ -443,6 +443,9 @@ def test_a_pass_shows_two_repairs_that_are_not_the_readers(check, tmp_path):
     assert "\n+    sampler.set_epoch(epoch + 1)\n" in out
     scene = re.search(r"docs/see/index.html#(\w+)/(\w+)/0/en in a browser", out)
     assert scene.groups() == ("sampler", "without")
+    solve(tmp_path, 14)
+    out = check(14)[1]
+    assert "Another repair: DDP averages, then clip" in out and "--solution shows" not in out
 
 
 def test_each_exercise_is_in_one_group_and_each_scene_is_one_of_the_page():
