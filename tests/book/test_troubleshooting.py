@@ -23,7 +23,6 @@ from types import SimpleNamespace
 import nbclient
 import nbformat
 import pytest
-import slurm_errors
 import torch
 import torch.distributed as dist
 from launchers import meet, slurm_step, torchrun
@@ -40,7 +39,6 @@ from ddp.flags import parse_spawn_args
 from imagenet.checks import check_restarts
 from launch.checks.starting import check_start, open_store
 from tools.lab import hosts as hosts_module
-from tools.lab import slurm_cluster
 
 PAGE = ROOT / "docs/troubleshooting.md"
 SHORT = timedelta(seconds=1)
@@ -64,7 +62,6 @@ def read_entries(text):
 
 
 ENTRIES = read_entries(PAGE.read_text())
-SHARDED = PAGE.read_text().partition("\n## Sharded models\n")[2]
 
 
 def pattern(quote):
@@ -96,42 +93,35 @@ def version(text):
     return tuple(map(int, re.search(r"\d+\.\d+", text)[0].split(".")))
 
 
-def other_version(program):
-    """Why what this program prints here may differ from the page, or None."""
-    if program == "slurm":
-        release = re.search(r"\d+\.\d+", subprocess.getoutput("srun --version"))
-        if release and f"Slurm {release[0]}" not in PAGE.read_text():
-            return f"the page does not quote Slurm {release[0]}"
-    elif program == "fully_shard":
-        if version(torch.__version__) < version(SHARDED):
-            return "this part of the page quotes a newer PyTorch"
-    elif version(torch.__version__) < version(PAGE.read_text()):
+def other_version():
+    """Why what torch prints here may differ from the page, or None."""
+    if version(torch.__version__) < version(PAGE.read_text()):
         # one that is newer than the page must be compared
         return "the page quotes a newer PyTorch"
     return None
 
 
-def assert_quoted(printed, *numbers, program="torch"):
-    """All that these entries quote is printed. If the page quotes another version of the program,
-    its words may differ, but not those of this project.
+def assert_quoted(printed, *numbers):
+    """All that these entries quote is printed. If the page quotes a newer torch, its words may
+    differ, but not those of this project.
     """
     quotes = [quote for number in numbers for quote in ENTRIES[number].provoked]
     missing = missing_quotes(quotes, printed)
-    if missing and (reason := other_version(program)):
+    if missing and (reason := other_version()):
         lines = "".join(quotes).splitlines()
         assert missing_quotes([line for line in lines if OURS.match(line)], printed) == [], printed
         pytest.skip(reason)
     assert missing == [], printed
 
 
-def provokes(*numbers, program="torch"):
+def provokes(*numbers):
     """A decorator for a test that returns what was printed: what these entries quote is in it."""
     PROVOKED.update(numbers)
 
     def decorate(test):
         @functools.wraps(test)
         def compare(*args, **kwargs):
-            assert_quoted(test(*args, **kwargs), *numbers, program=program)
+            assert_quoted(test(*args, **kwargs), *numbers)
 
         return compare
 
@@ -160,16 +150,16 @@ def test_every_entry_is_provoked_or_says_why_not():
     assert wrong == []
 
 
-# What takes several processes: tests/helpers/provoke.py and provoke_sharded.py make all mistakes of
-# a kind in one run, and name the entry of each
+# What takes several processes: tests/helpers/provoke.py makes all mistakes in one run, and names
+# the entry of each
 
 TOGETHER = (1, 2, 5, 8, 17, 19, 20, 22, 23, 71, 72, 74, 80, 82, 86)
-OF_SHARDS = (59, 60, 61, 62, 63, 64, 66, 67, 68, 88, 89)
-PROVOKED.update(TOGETHER, OF_SHARDS)
+PROVOKED.update(TOGETHER)
+# With fully_shard: quoted with the version of torch and the commit that provoked them
+PROVOKED.update({59, 60, 61, 62, 63, 64, 66, 67, 68, 88, 89})
 # What other mistakes of an entry print than its quotes
 MORE = {
     "2: rank 0 alone sums": "exitcode : -6 (pid: ",
-    "63: a file of shards in an unsharded model": "copying the parameter named",
 }
 
 
@@ -216,19 +206,10 @@ def provoked(tmp_path_factory):
     return texts
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    """What two ranks print of mistakes with fully_shard: {name of a mistake: text}."""
-    folder = tmp_path_factory.mktemp("sharded")
-    texts = sections_of(Ranks(folder, 2, [folder], script="tests/helpers/provoke_sharded.py"))
-    assert_silent(texts)
-    return texts
-
-
-def assert_printed(texts, number, program="torch"):
+def assert_printed(texts, number):
     """All that an entry quotes is printed, and each of its mistakes prints some of it."""
     of_entry = {name: text for name, text in texts.items() if name.startswith(f"{number}: ")}
-    assert_quoted("".join(of_entry.values()), number, program=program)
+    assert_quoted("".join(of_entry.values()), number)
     for name, text in of_entry.items():
         quotes = [MORE[name]] if name in MORE else ENTRIES[number].provoked
         assert len(missing_quotes(quotes, text)) < len(quotes), f"{name}: {text}"
@@ -238,12 +219,6 @@ def assert_printed(texts, number, program="torch"):
 @pytest.mark.parametrize("number", TOGETHER)
 def test_a_mistake_prints_what_its_entry_quotes(provoked, number):
     assert_printed(provoked, number)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", OF_SHARDS)
-def test_a_mistake_with_shards_prints_what_its_entry_quotes(sharded, number):
-    assert_printed(sharded, number, "fully_shard")
 
 
 @pytest.mark.slow
@@ -559,53 +534,7 @@ def test_a_name_that_does_not_resolve_is_named():
     return raised(plain, lambda: meet_others("no-such-host.invalid", 29500, 1, 2, SHORT))
 
 
-# What Slurm says
-
-
-def assert_slurm_says(part, printed):
-    texts = texts_of_table(51, part)
-    assert texts, part
-    absent = [text for text in texts if not pattern(text).search(one_line(printed))]
-    if absent and (reason := other_version("slurm")):
-        pytest.skip(reason)
-    assert absent == [], printed
-
-
-@pytest.mark.slow
-def test_slurm_says_why_it_refuses_a_job():
-    need(slurm_cluster.missing())
-    text = slurm_errors.provoke(slurm_errors.Strict, [slurm_errors.refused])
-    assert_slurm_says("refused", text)
-    assert "srun: error: Unable to allocate resources: Invalid partition name specified" in text
-
-
-@pytest.mark.slow
-def test_slurm_says_why_a_job_waits():
-    need(slurm_cluster.missing())
-    text = slurm_errors.provoke(slurm_errors.Lenient, [slurm_errors.pending])
-    assert_slurm_says("waits", text)
-    assert "GPU 3 fell off the b" in text, "sinfo -R says why a node is drained"
-
-
-@pytest.mark.slow
-def test_slurm_says_why_it_starts_no_step_and_requeues_no_job():
-    """And which GPUs steps get that run side by side: docs/slurm.md says it."""
-    need(slurm_cluster.missing())
-    mistakes = [slurm_errors.not_again, slurm_errors.steps]
-    text = slurm_errors.provoke(slurm_errors.Strict, mistakes)
-    both, one_each = text.split("--gpus=1:")[1].split("--gpus-per-node=1:")
-    assert sorted(re.findall("has GPU (.*)", both)) == ["0,1", "0,1"]
-    assert sorted(re.findall("has GPU (.*)", one_each)) == ["0", "1"]
-    assert_slurm_says("waits or fails in the job", text)
-
-
-@pytest.mark.slow
-def test_slurm_ends_a_job_at_its_limits():
-    need(slurm_cluster.missing())
-    if not slurm_errors.MEMORY.is_dir():
-        pytest.skip("needs cgroups of version 1, with memory")
-    mistakes = [slurm_errors.out_of_memory, slurm_errors.time_limit]
-    assert_slurm_says("ends", slurm_errors.provoke(slurm_errors.Confined, mistakes))
+# Slurm
 
 
 @pytest.mark.slow

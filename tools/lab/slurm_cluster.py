@@ -141,8 +141,7 @@ def wait_until(condition, seconds):
 class SlurmCluster:
     """A cluster that exists during a `with` block, with its files in a folder.
 
-    The folder's path must be short, because it contains sockets: at most 80 characters. A
-    subclass may have another `config`, the text of slurm.conf, or `cgroup`, that of cgroup.conf.
+    The folder's path must be short, because it contains sockets: at most 80 characters.
     """
 
     nodes = ("n01", "n02", "n03", "gpu-a01")
