@@ -74,18 +74,6 @@ function scale(s) {
   return [false, true].map((overlap) => seconds(1, overlap) / seconds(s.gpus, overlap));
 }
 
-// Return the seconds of an all-reduce of so many bytes: a ring or a tree, the faster.
-function allReduce(size, gpus, s) {
-  if (gpus === 1) return 0;
-  const inside = Math.min(s.machine, gpus);
-  const machines = Math.ceil(gpus / inside);
-  const bandwidth = machines === 1 ? s.inside : Math.min(s.network, s.inside);
-  const hops = (2 * (gpus - machines) * 3 + 2 * (machines - 1) * 7) * 1e-6;
-  const ring = hops + ((2 * (gpus - 1)) / gpus) * (size / bandwidth);
-  const steps = 2 * ((inside - 1) * 3 + Math.log2(machines) * 7) * 1e-6;
-  return 10e-6 + Math.min(ring, steps + (2 * size) / (0.9 * bandwidth));
-}
-
 // Return how many deviations the largest of so many normal values is above their mean.
 function expectedMaximum(count) {
   const width = 0.005;
@@ -100,81 +88,128 @@ function expectedMaximum(count) {
   return mean;
 }
 
-// The page of the calculators
+// What a reader can set: {scene: {name: [its label, the steps of its slider, the first value]}}
 
 const GB = 1e9;
-const SLIDERS = {
+const KNOBS = {
+  time: {
+    n: [["ranks: {0}", "rank 数：{0}"], [1, 2, 3, 4, 5, 6, 7, 8, 64], 4],
+    late: [["last rank late: {0} ms", "最后一个迟到：{0} ms"], [0, 10, 20, 30, 40, 60, 80, 100], 30],
+    net: [["network: {0} Gbit/s", "网络：{0} Gbit/s"], [1, 2, 5, 10, 25, 40, 100, 200, 400], 40],
+    bucket: [["bucket: {0} MiB", "bucket：{0} MiB"], [1, 5, 10, 25, 50, 100], 25],
+    micro: [["micro-batches: {0}", "micro-batch：{0}"], [1, 2, 4, 8], 1],
+  },
   fit: {
-    weights: [["million weights", "参数量（百万）"], [10, 20, 50, 100, 300, 1000, 3000, 7000, 13000], 4, 1e6],
-    activations: [["MB of activations per image", "每张图像的激活值（MB）"], [20, 50, 100, 200, 400, 900, 2000], 3, 1e6],
-    batch: [["images per GPU", "每块 GPU 的图像数"], [1, 2, 4, 8, 16, 32, 64, 128, 256], 5, 1],
-    gpus: [["GPUs", "GPU 数"], [1, 2, 4, 8, 16, 32, 64, 128], 3, 1],
-    memory: [["GB of memory of a GPU", "每块 GPU 的显存（GB）"], [8, 12, 16, 24, 40, 48, 80, 141], 3, GB],
+    weights: [["{0} million weights", "参数量：{0} 百万"], [10, 20, 50, 100, 300, 1000, 3000, 7000, 13000], 300],
+    activations: [["activations {0} MB per image", "每张图像的激活值 {0} MB"], [20, 50, 100, 200, 400, 900, 2000], 200],
+    batch: [["{0} images per GPU", "每块 GPU {0} 张图像"], [1, 2, 4, 8, 16, 32, 64, 128, 256], 32],
+    gpus: [["{0} GPUs", "{0} 块 GPU"], [1, 2, 4, 8, 16, 32, 64, 128], 8],
+    memory: [["memory {0} GB per GPU", "每块 GPU 显存 {0} GB"], [8, 12, 16, 24, 40, 48, 80, 141], 24],
   },
   scale: {
-    step: [["ms for a step of one GPU", "单块 GPU 的训练步（毫秒）"], [20, 50, 100, 150, 200, 300, 500, 1000], 3, 1e-3],
-    gradients: [["MB of gradients", "梯度（MB）"], [20, 50, 100, 200, 440, 1000, 2800], 2, 1e6],
-    network: [["Gbit/s of a machine's network", "每台机器的网络（Gbit/s）"], [1, 10, 25, 100, 200, 400, 800, 3200], 3, GB / 8],
-    inside: [["GB/s between the GPUs of a machine", "机器内 GPU 之间（GB/s）"], [10, 25, 60, 240, 450], 3, GB],
+    step: [["step of one GPU {0} ms", "单块 GPU 每步 {0} ms"], [20, 50, 100, 150, 200, 300, 500, 1000, 2000], 150],
+    gradients: [["gradients {0} MB", "梯度 {0} MB"], [20, 50, 100, 200, 440, 1000, 2800, 28000], 100],
+    network: [["network {0} Gbit/s per machine", "每台机器网络 {0} Gbit/s"], [1, 10, 25, 100, 200, 400, 800, 3200], 100],
+    inside: [["inside a machine {0} GB/s", "机器内 {0} GB/s"], [10, 25, 60, 240, 450], 240],
   },
 };
-const chosen = {};
-for (const [name, rows] of Object.entries(SLIDERS)) {
-  chosen[name] = Object.fromEntries(Object.entries(rows).map(([key, row]) => [key, row[2]]));
-}
+const DEFAULTS = Object.fromEntries(Object.values(KNOBS).flatMap((rows) => Object.entries(rows).map(([key, row]) => [key, row[2]])));
+const chosen = { ...DEFAULTS };
 
-function drawCalculators(language) {
-  const say = (texts) => texts[language === "zh" ? 1 : 0];
-  for (const name of Object.keys(SLIDERS)) {
-    const section = document.getElementById(name);
-    section.replaceChildren();
-    make("h2", section, { textContent: say(PAGE[name].title) });
-    make("p", section, { textContent: say(PAGE[name].about) });
-    const sliders = make("div", section, { className: "calculator" });
-    const result = make("div", section, { className: "wide" });
-    const update = () => result.replaceChildren(name === "fit" ? fitTable(say) : scaleTable(say));
-    for (const [key, [label, steps, , unit]] of Object.entries(SLIDERS[name])) {
-      const text = () => `${say(label)}: ${steps[chosen[name][key]]}`;
-      const caption = make("span", null, { textContent: text() });
-      const input = make("input", null, { type: "range", min: 0, max: steps.length - 1, value: chosen[name][key] });
-      input.oninput = () => {
-        chosen[name][key] = Number(input.value);
-        caption.textContent = text();
-        update();
-      };
-      make("label", sliders, {}, caption, input);
-    }
-    update();
+// The memory of 7 B is that of tools/fit.py --help; the step times of the GPTs are guesses.
+const PRESETS = {
+  fit: {
+    "ResNet-50": { weights: 25.6, activations: 90, batch: 256, gpus: 8, memory: 80 },
+    "GPT 124 M": { weights: 124, activations: 630, batch: 32, gpus: 8, memory: 40 },
+    "7 B": { weights: 7000, activations: 900, batch: 4, gpus: 64, memory: 80 },
+  },
+  scale: {
+    "ResNet-50": { step: 56, gradients: 102, network: 100, inside: 240 },
+    "GPT 124 M": { step: 160, gradients: 498, network: 100, inside: 240 },
+    "7 B": { step: 1700, gradients: 28000, network: 3200, inside: 450 },
+  },
+};
+
+// Draw a slider for each setting of a scene. A value may be between its steps.
+function drawKnobs(parent, name, update) {
+  for (const [key, [label, steps]] of Object.entries(KNOBS[name])) {
+    const nearest = steps.reduce((best, step, k) => (Math.abs(step - chosen[key]) < Math.abs(steps[best] - chosen[key]) ? k : best), 0);
+    const text = () => say(label, [chosen[key]]);
+    const caption = make("span", null, { textContent: text() });
+    const input = make("input", null, { type: "range", min: 0, max: steps.length - 1, value: nearest });
+    input.oninput = () => {
+      chosen[key] = steps[input.value];
+      caption.textContent = text();
+      update();
+    };
+    make("label", parent, {}, caption, input);
   }
 }
 
-function setting(name) {
-  const pairs = Object.entries(SLIDERS[name]).map(([key, row]) => [key, row[1][chosen[name][key]] * row[3]]);
-  return { machine: 8, blocks: 32, optimizer: "adam", bf16: true, ...Object.fromEntries(pairs) };
-}
-
-function tableOf(head, rows) {
-  const table = make("table");
-  make("tr", table, {}, ...head.map((text) => make("th", null, { textContent: text })));
-  for (const [cells, no] of rows) {
-    make("tr", table, { className: no ? "no" : "" }, ...cells.map((text) => make("td", null, { textContent: text })));
+function drawCalculator(name) {
+  const parent = $("calculator");
+  const fits = name === "fit";
+  const presets = make("p", null, { className: "presets" }, `${say(PAGE.presets)} `);
+  for (const [label, values] of Object.entries(PRESETS[name])) {
+    make("button", presets, { type: "button", textContent: label, onclick: () => drawPage(Object.assign(chosen, values)) });
   }
-  return table;
+  const chart = make("div");
+  const command = make("code");
+  parent.replaceChildren(presets, chart, make("p", null, {}, `${say(PAGE.command)} `, command));
+  const update = () => {
+    chart.replaceChildren();
+    (fits ? drawMemory : drawEfficiency)(chart);
+    const c = chosen;
+    command.textContent = fits
+      ? `python tools/fit.py --weights-m ${c.weights} --activations-mb-per-image ${c.activations} --optimizer adam --amp bf16 --batch-size ${c.batch} --gpus ${c.gpus} --memory-gb ${c.memory}`
+      : `python tools/plan.py --gpus 64 --step-ms ${c.step} --gradients-mb ${c.gradients} --network-gbit ${c.network} --inside-gbytes ${c.inside}`;
+    saveHash();
+  };
+  drawKnobs($("knobs"), name, update);
+  update();
 }
 
-function fitTable(say) {
-  const s = setting("fit");
-  const rows = fit(s).map(({ name, parts, sum }) => {
-    const fits = sum <= 0.9 * s.memory;
-    return [[name, ...[...parts, sum].map((bytes) => (bytes / GB).toFixed(1)), say(fits ? ["yes", "是"] : ["no", "否"])], !fits];
-  });
-  return tableOf(PAGE.fit.head.map(say), rows);
+const fitSetting = () => ({ machine: 8, blocks: 32, optimizer: "adam", bf16: true, gpus: chosen.gpus, batch: chosen.batch, weights: 1e6 * chosen.weights, activations: 1e6 * chosen.activations, memory: GB * chosen.memory });
+const scaleSetting = (gpus) => ({ machine: 8, gpus, step: chosen.step / 1000, gradients: 1e6 * chosen.gradients, network: (GB * chosen.network) / 8, inside: GB * chosen.inside });
+
+// A bar for each way to train, of the parts of its memory, and the line that it must not pass.
+function drawMemory(parent) {
+  const s = fitSetting();
+  const rows = fit(s);
+  const limit = 0.9 * s.memory;
+  const widest = Math.min(4 * limit, Math.max(1.25 * limit, ...rows.map(({ sum }) => sum)));
+  const share = (bytes) => `${(100 * bytes) / widest}%`;
+  const legend = make("p", parent, { className: "parts" });
+  PAGE.fit.parts.forEach((text, k) => make("span", legend, { className: `part${k}`, textContent: say(text) }));
+  for (const { name, parts, sum } of rows) {
+    const row = make("div", parent, { className: sum > limit ? "memory no" : "memory" });
+    make("span", row, { textContent: name });
+    const bar = make("div", row, { className: "stack" });
+    parts.forEach((bytes, k) => (make("i", bar, { className: `part${k}` }).style.width = share(bytes)));
+    make("u", bar).style.left = share(limit);
+    make("b", row, { textContent: `${(sum / GB).toFixed(1)} GB ${sum > limit ? "✗" : "✓"}` });
+  }
 }
 
-function scaleTable(say) {
-  const rows = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024].map((gpus) => {
-    const band = scale({ ...setting("scale"), gpus });
-    return [[gpus, ...band.map((share) => `${(100 * share).toFixed(0)} %`), ...band.map((share) => (gpus * share).toFixed(1))]];
-  });
-  return tableOf(PAGE.scale.head.map(say), rows);
+// The band of efficiency by number of GPUs.
+function drawEfficiency(parent) {
+  const width = parent.clientWidth;
+  const height = 300;
+  const chart = svg("svg", parent, { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": say(PAGE.scale.title) });
+  const counts = [...Array(41).keys()].map((k) => Math.round(2 ** (k / 4)));
+  const x = (gpus) => 44 + (Math.log2(gpus) / 10) * (width - 70);
+  const y = (part) => height - 26 - part * (height - 46);
+  const bands = counts.map((gpus) => [gpus, ...scale(scaleSetting(gpus))]);
+  for (const part of [0, 0.25, 0.5, 0.75, 1]) {
+    svg("line", chart, { x1: x(1), x2: x(1024), y1: y(part), y2: y(part), class: "tick" });
+    svg("text", chart, { x: 38, y: y(part) + 4, "text-anchor": "end" }, `${100 * part} %`);
+  }
+  const points = (column) => bands.map((band) => `${x(band[0])},${y(band[column])}`);
+  svg("polygon", chart, { points: [...points(1), ...points(2).reverse()].join(" "), class: "band" });
+  for (const column of [1, 2]) svg("polyline", chart, { points: points(column).join(" "), class: "edge" });
+  for (const gpus of [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]) {
+    svg("text", chart, { x: x(gpus), y: height - 6, "text-anchor": "middle" }, gpus);
+    const band = scale(scaleSetting(gpus));
+    if ([8, 64, 512].includes(gpus)) band.forEach((part, k) => svg("text", chart, { x: x(gpus), y: y(part) + (k ? -7 : 16), class: "name", "text-anchor": "middle" }, `${Math.round(100 * part)} %`));
+  }
 }

@@ -1,5 +1,6 @@
 """docs/see/: a browser steps through the recorded runs, and the calculators agree with ours."""
 
+import functools
 import json
 import random
 import re
@@ -8,8 +9,9 @@ import pytest
 from needs import browser
 from processes import ROOT
 
-from tools import fit
+from tools import fit, plan
 from tools.planning import step_model
+from tools.planning.layers import Layer
 
 PAGE = ROOT / "docs/see/index.html"
 
@@ -45,7 +47,7 @@ def test_each_scene_is_shown_frame_by_frame_as_it_was_recorded(page):
     for language in ("en", "zh"):
         for name, runs in RUNS.items():
             for option, run in runs.items():
-                page.goto(f"file://{PAGE}#{name}/{option}/0/{language}")
+                page.goto(f"file://{PAGE}#{name}/{option}/0/{language}/every=1")
                 check_frames(page, SCENES[name], run)
 
 
@@ -92,29 +94,29 @@ def flat(value):
 
 @pytest.mark.slow
 def test_buttons_keys_and_switches_lead_where_they_say(page):
-    def place():
-        return page.inner_text("#place")
-
-    count = len(RUNS["step"]["ddp"]["frames"])
-    for way, expected in (
-        (lambda: page.click("#next"), 2),
-        (lambda: page.keyboard.press("ArrowRight"), 3),
-        (lambda: page.click("#back"), 2),
-        (lambda: page.keyboard.press("ArrowLeft"), 1),
-        (lambda: page.click("#last"), count),
-        (lambda: page.keyboard.press("ArrowRight"), count),  # there is no next
-        (lambda: page.keyboard.press("Home"), 1),
-        (lambda: page.keyboard.press("End"), count),
-        (lambda: page.click("#first"), 1),
-    ):
-        way()
-        assert place() == f"{expected} / {count}"
+    count = len(SCENES["step"]["moments"]["ddp"])
+    page.click("#next")
+    keys = "ArrowRight", "ArrowLeft", "End", "ArrowRight", "Home"
+    for key, expected in zip(keys, (3, 2, count, count, 1), strict=True):
+        page.keyboard.press(key)
+        assert page.inner_text("#place") == f"{expected} / {count}"
+    page.keyboard.press(" ")  # plays
+    page.wait_for_function(f"document.getElementById('place').textContent === '2 / {count}'")
+    page.click("#play")
+    assert page.inner_text("#play") == "▶"
+    page.goto(f"file://{PAGE}#step/ddp/10/en")
+    page.click("text=model(images)")  # keeps the moment, and shows both
+    assert page.evaluate("location.hash") == "#step/model/8/en/beside=ddp"
+    assert page.locator(".lane").count() == 4
+    page.goto(f"file://{PAGE}#step/slow/11/en")
+    page.click("#ask button:text('rank 1')")
+    assert page.inner_text("#ask") == "No: rank 0." and page.inner_text("#play") == "⏸"
     page.click("text=if rank == 0")
-    page.click("#last")
+    page.keyboard.press("End")
     assert "why_hang.py" in page.inner_text("#note") and "barrier" in page.inner_text("#note pre")
     page.click("#language")
     assert page.get_attribute("html", "lang") == "zh-CN" and "rank 0" in page.inner_text("#note")
-    page.click("#scenes button >> nth=1")
+    page.click("#scenes button >> nth=2")
     assert page.evaluate("location.hash").startswith("#ring/ring/0/zh")
 
 
@@ -153,3 +155,78 @@ def test_the_calculators_agree_with_fit_and_plan_on_random_settings(page):
         step = step_model.even_step(s["step"], s["gradients"])
         band = step_model.efficiency_band(step, s["gpus"], cluster, step_model.SPREAD)
         assert page.evaluate("s => scale(s)", s) == pytest.approx(band, rel=1e-4)
+        # two simulated steps, whose last rank is late
+        layers, bucket = random.randint(1, 9), step_model.BUCKET
+        s = STEP | s | {"ranks": s["gpus"], "layers": layers, "bucket": bucket, "sends": "last"}
+        s |= {"late": {s["gpus"] - 1: 1}, "optimizer": 0}
+        step = step_model.layered_step(3e-3, [Layer(s["gradients"] / layers, 1)] * layers)
+        send = functools.partial(step_model.cluster_seconds, devices=s["gpus"], cluster=cluster)
+        expected = 2 + 2 * step_model.step_seconds(step, send)
+        assert page.evaluate("s => trace('ddp', s).end", s) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_calculators_give_the_numbers_of_the_page(page, monkeypatch, capsys):
+    for name, tool in [("fit", fit), ("scale", plan)] * 3:
+        page.goto(f"file://{PAGE}#{name}/-/0/en")
+        page.click(f".presets button >> nth={random.randrange(3)}")
+        page.reload()  # the address holds the settings
+        monkeypatch.setattr("sys.argv", page.inner_text("#calculator code").split()[1:])
+        tool.main(tool.parse_args())
+        said = capsys.readouterr().out
+        if tool is fit:
+            expected = re.findall(r"([\d.]+) (yes|no)", said)
+            shown = [text.split() for text in page.locator(".memory b").all_text_contents()]
+            assert [fits == "✓" for *_, fits in shown] == [fits == "yes" for _, fits in expected]
+            sums = [float(gb) for gb, *_ in shown]
+            assert sums == pytest.approx([float(gb) for gb, _ in expected], abs=0.06)
+        else:
+            shown = page.locator("#calculator svg .name").all_text_contents()[2:4]  # of 64 GPUs
+            assert f"efficiency:     {' to '.join(shown)}, " in said
+
+
+STEP = {"ranks": 2, "machine": 1, "inside": 1e9, "network": 1e9, "layers": 2, "gradients": 24}
+STEP |= {"bucket": 1, "forward": 1e-3, "backward": 2e-3, "optimizer": 0, "steps": 2, "micro": 1}
+SIMULATED = {
+    "step/ddp": ("ddp", {"sends": "last"}),
+    "step/slow": ("ddp", {"sends": "last", "late": {1: 0.4}}),
+    "step/hang": ("ddp", {"sends": "last", "barrier": True}),
+    "step/model": ("ddp", {"sends": "never"}),
+    "step/no_sync": ("ddp", {"sends": "never"}),
+    "fsdp/fsdp": ("fsdp", {"blocking": True, "layers": 3}),
+    "ring/ring": ("ring", {"ranks": 4, "size": 4}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", SIMULATED)
+def test_the_simulation_has_the_order_and_the_values_of_a_record(page, scene):
+    name, option = scene.split("/")
+    frames = RUNS[name][option]["frames"]
+    kinds = ("gradient", "bucket", "compute", "wait", "done", "send", "receive")
+    recorded, values = [], []
+    for rank, first in enumerate(frames[0]["ranks"]):
+        ones = [frame["ranks"][rank] | {"ms": 0} for frame in frames]
+        new = [k for k, one in enumerate(ones) if one["kind"] in kinds and one != ones[k - 1]]
+        recorded += [(k, rank, ones[k]) for k in new]
+        sent = [ones[k].get("sent") for k in new if ones[k]["kind"] in ("bucket", "wait")]
+        wholes = [one["values"]["whole"] for one in ones if one.get("values", {}).get("whole")]
+        values.append([flat(value or wholes.pop(0)) for value in sent if value or wholes])
+        if name == "ring":
+            values[rank] = first["values"]["tensor"]
+    program, settings = SIMULATED[scene]
+    names = ("kind", "to", "source") if name == "ring" else ("kind", "calls")
+    s = STEP | settings | {"values": values}
+    trace = page.evaluate("([program, s]) => trace(program, s)", [program, s])
+    events = sorted(trace["events"], key=lambda event: event["rank"])
+
+    expected = [(rank, *map(one.get, names)) for _, rank, one in recorded]
+    assert [(e["rank"], *map(e.get, names)) for e in events] == expected
+    assert len(trace["stuck"]) == (2 if option == "hang" else 0)
+    for event, (number, rank, one) in zip(events, recorded, strict=True):
+        next_values = [frame["ranks"][rank].get("values", {}) for frame in frames[number:][:6]]
+        shown = [flat(value) for values in next_values for value in values.values()]
+        for value in event["value"] if one["kind"] == "done" else []:
+            assert any(pytest.approx(flat(value), abs=1e-3) == other for other in shown)
+        for other, (after, *_) in zip(events, recorded, strict=True):
+            assert number >= after or event["time"] <= other["time"] + 1e-9
