@@ -4,7 +4,7 @@ the pages.
 
 import json
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from types import SimpleNamespace
 
 from gpt.report import bytes_sent
@@ -12,7 +12,6 @@ from tools.records import (
     RESULTS,
     group,
     hardware,
-    published,
     ratios,
     records,
     select,
@@ -41,50 +40,6 @@ def by_hardware(runs, render, *settings):
 def speeds(runs):
     """Return the images per second of each run."""
     return [run["images_per_second"] for run in runs]
-
-
-def published_setting():
-    """Return the records of the accuracy experiment on all of CIFAR-10, with the published number
-    of epochs.
-    """
-    runs = select(records("accuracy"), model="resnet18", limit=None, amp="none")
-    runs = [run for run in runs if run["dataset"] == "cifar10" or run["data_dir"] == "data/cifar10"]
-    complete = [run for run in group(runs, "started", "command").values() if run[-1]["epoch"] == 5]
-    return [record for run in complete for record in run]
-
-
-def accuracy():
-    """Make the table of CIFAR-10 by number of processes."""
-    published_accuracy = {
-        run["world_size"]: f"{run['train_acc'][-1]:.1f}" for run in published()["cifar10"]["runs"]
-    }
-
-    def render(runs):
-        last = [run[-1] for run in group(runs, "started", "command").values()]
-        rows = []
-        for setting, seeds in sorted(
-            group(last, "global_batch", "lr", "warmup_epochs", "world_size").items()
-        ):
-            (global_batch, lr, warmup, n), batch = setting, seeds[0]["batch_size"]
-            known = published_accuracy.get(n, "") if batch == 256 and not warmup else ""
-            train, test = (
-                f"{mean(run[key] for run in seeds):.1f}" for key in ("train_acc", "test_acc")
-            )
-            lr = f"{lr:g}" + (
-                f", warmed up for {warmup:g} epoch{'s' * (warmup != 1)}" if warmup else ""
-            )
-            rows.append((f"{n} x {batch} = {global_batch}", lr, train, known, test, len(seeds)))
-        head = (
-            "processes x images = global batch",
-            "learning rate",
-            "train (%)",
-            "published (%)",
-            "test (%)",
-            "seeds",
-        )
-        return table(head, rows)
-
-    return by_hardware(published_setting(), render)
 
 
 def memory():
@@ -286,7 +241,6 @@ def public_scripts():
 
 
 TABLES = (
-    accuracy,
     memory,
     gpu,
     other_flags,
