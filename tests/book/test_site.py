@@ -57,8 +57,12 @@ def test_the_site_is_built_and_shown_and_searched_in_both_languages(tmp_path):
         if not (path.parent / address).is_file()
     ]
     for path in tmp_path.rglob("*.html"):
-        if re.search("from your clone|克隆的仓库里打开", path.read_text()):
+        shown = path.read_text()
+        if re.search("from your clone|克隆的仓库里打开", shown):
             problems.append(f"{path}: the site needs no clone")
+        text = re.sub(r"<(pre|code|script|style).*?</\1>", "", shown, flags=re.S)
+        if raw := re.search(r".{0,40}\]\([^)\s]+\)", text):
+            problems.append(f"{path}: a link is shown as {raw[0]}")
     with browser() as page:
         page.on(
             "console",

@@ -68,12 +68,24 @@ README, CONTENTS, CONTRIBUTING = (
     ROOT / name for name in ("README.md", "docs/README.md", "CONTRIBUTING.md")
 )
 API, RESULTS = ROOT / "tools/site/api.md", ROOT / "results/README.md"  # in English on both sites
-linked = dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\)", CONTENTS.read_text()))
-GROUPS = {
-    ("The book", "教程"): [CONTENTS, *(CONTENTS.parent / name for name in linked)],
-    ("Notebooks", "Notebook"): notebooks(),
-    ("Reference", "参考"): [API, RESULTS, CONTRIBUTING],
-}
+
+
+def sections():
+    """Return {(English heading, Chinese heading): pages} of the sections of docs/README.md."""
+    found = {}
+    texts = [page.read_text().split("\n## ")[1:] for page in (CONTENTS, chinese_page(CONTENTS))]
+    for both in zip(*texts, strict=True):
+        headings = tuple(text.partition("\n")[0] for text in both)
+        names = dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\)", both[0]))
+        if names:
+            first = [] if found else [CONTENTS]
+            found[headings] = first + [CONTENTS.parent / name for name in names]
+    return found
+
+
+GROUPS = sections()
+GROUPS[("Notebooks", "Notebook")] = notebooks()
+GROUPS[("Reference", "参考")] = [API, RESULTS, CONTRIBUTING]
 PAGES = [README, *(page for pages in GROUPS.values() for page in pages)]
 
 
