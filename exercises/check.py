@@ -26,7 +26,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.flags import Parser, whole_number
-from exercises import patch
 from exercises.judge import runner, timeline
 from exercises.sentences import say, text_of
 from exercises.texts import COURSE, FOLDERS, read_text, split_docstring
@@ -83,7 +82,8 @@ def main():
     elif args.number is None:
         reader.print_list(number)
     else:
-        sys.exit(reader.check_once(number))
+        is_new = not (reader.folder / name_of(number)).exists()
+        sys.exit(reader.check(number, is_new))
 
 
 class Reader:
@@ -124,21 +124,20 @@ class Reader:
             path.write_text(f'"""{self.texts[number].task}\n"""{code}', encoding="utf-8")
         return path
 
-    def noted(self, name):
-        """Return what a file beside the reader's files holds, or None if nobody can read it."""
+    def noted(self, name, default):
+        """Return what a file beside the reader's files holds, or this if nobody can read it."""
         with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.folder / name).read_text())
-        return None
+            found = json.loads((self.folder / name).read_text())
+            return found if isinstance(found, type(default)) else default
+        return default
 
     def passed(self):
         """Return the numbers of the exercises that were passed."""
-        numbers = self.noted("passed.json")
-        return [n for n in numbers if n in self.texts] if isinstance(numbers, list) else []
+        return [n for n in self.noted("passed.json", []) if n in [*self.texts]]
 
     def hints(self):
-        """Return {number: hints that were shown}, 0 for a reader who has asked for the solution."""
-        counts = self.noted("hints.json")
-        return {int(n): count for n, count in counts.items()} if isinstance(counts, dict) else {}
+        """Return {number as a text: hints that were shown}; 0: the solution was asked for."""
+        return self.noted("hints.json", {})
 
     def note(self, number, is_passed):
         """Note whether the file of an exercise, as it is now, has passed."""
@@ -149,7 +148,7 @@ class Reader:
 
     def note_hints(self, number, count):
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "hints.json").write_text(json.dumps(self.hints() | {number: count}))
+        (self.folder / "hints.json").write_text(json.dumps(self.hints() | {str(number): count}))
 
     def next_number(self, after=0):
         """Return the first exercise after this one that has not passed, or the first of all."""
@@ -174,6 +173,7 @@ class Reader:
     def print_list(self, number):
         self.print_beginning()
         self.print_groups(number)
+        print()
         self.print_progress()
         print()
         if len(self.passed()) == len(self.texts):
@@ -196,17 +196,18 @@ class Reader:
     def print_groups(self, number):
         """Print the list of the exercises, with a mark at this one."""
         passed = self.passed()
+        parts = []
         for group in COURSE:
             texts = {n: text for n, text in self.texts.items() if str(n) in group["exercises"]}
-            if not texts:
-                continue
             minutes = sum(text.minutes for text in texts.values())
-            self.print("{title}, {minutes} minutes", title=group[self.language], minutes=minutes)
+            head = say("{title}, {minutes} minutes", title=group[self.language], minutes=minutes)
+            lines = [text_of(head, self.language)]
             for n, text in texts.items():
                 mark = "*" if n in passed else ">" if n == number else " "
                 level = "●" * text.level + "○" * (3 - text.level)
-                print(f"  {mark} {n:2}  {level}  {text.title}")
-            print()
+                lines.append(f"  {mark} {n:2}  {level}  {text.title}")
+            parts.append("\n".join(lines))
+        print("\n\n".join(parts))
 
     def print_progress(self):
         passed, count = len(self.passed()), len(self.texts)
@@ -227,7 +228,7 @@ class Reader:
     def print_hint(self, number):
         """Print the next hint of an exercise, or the last one again."""
         text = self.texts[number]
-        count = min(self.hints().get(number, 0) + 1, len(text.hints))
+        count = min(self.hints().get(str(number), 0) + 1, len(text.hints))
         self.note_hints(number, count)
         self.print("Hint {count} of {total}", count=count, total=len(text.hints))
         print(f"\n{text.hints[count - 1]}\n")
@@ -239,7 +240,7 @@ class Reader:
             self.print("One solution: {command}", command=self.command(number, "--solution"))
 
     def print_solution(self, number):
-        if number not in self.hints() and number not in self.passed():
+        if str(number) not in self.hints() and number not in self.passed():
             self.note_hints(number, 0)
             self.print(
                 "A hint comes first: {command}. If you prefer the solution, ask again.",
@@ -253,48 +254,31 @@ class Reader:
     def print_other_repairs(self, number):
         """Print repairs that others have written: as diffs, or only their names if long."""
         program = (FOLDERS[number] / "program.py").read_text()
-        repairs = []
+        mine = self.path(number).read_text(encoding="utf-8")
+        repairs = {}  # name: program
         for name, replacements in runpy.run_path(FOLDERS[number] / "mends.py")["RIGHT"].items():
             text = program
             for old, new in replacements:
                 text = text.replace(old, new)
-            repairs.append((say(name), text))
-        solution = patch.apply((FOLDERS[number] / "solution.patch").read_text(), program)
-        repairs.append((say("the one that --solution shows"), solution))
-        _, mine = split_docstring(self.path(number).read_text())
-        others = [(name, text) for name, text in repairs if split_docstring(text)[1] != mine]
-        for name, text in others[:OTHERS]:
-            self.print("Another repair: {name}", name=name)
+            if split_docstring(text)[1] not in mine:
+                repairs[name] = text
+        for name, text in [*repairs.items()][:OTHERS]:
+            self.print("Another repair: {name}", name=say(name))
             diff = difflib.unified_diff(program.splitlines(), text.splitlines(), lineterm="", n=0)
             diff = [*diff][3:]
             if len(diff) <= SHORT:
                 print_diff(diff)
             print()
 
-    def print_place(self, number):
-        """Print where the reader can see why: a scene, or a page."""
-        scene, (file, section) = self.texts[number].scene, self.texts[number].page
-        if scene:
-            page = f"docs/see/index.html#{scene}/0/{self.language}"
-            self.print("See it happen: open {page} in a browser.", page=page)
-        else:
-            self.print('Why: "{section}" in {page}.', section=section, page=f"{self.docs}/{file}")
-
     # Checking
 
-    def check_once(self, number):
-        """Check the reader's file, and say what comes next. Return 0 if it has passed, else 1."""
-        if (self.folder / name_of(number)).exists():
-            self.print_title(number)
-        else:
+    def check(self, number, is_new=False):
+        """Check the reader's file, and print the answer. Return 0 if it has passed, else 1."""
+        if is_new:
             self.print_task(number)
             print()
-        passed = self.check(number)
-        self.print_commands(number, passed)
-        return int(not passed)
-
-    def check(self, number):
-        """Check the reader's file, and print the answer. Return whether it has passed."""
+        else:
+            self.print_title(number)
         path = self.path(number)
         self.print("running {path}", path=show(path))
         print()
@@ -306,25 +290,29 @@ class Reader:
         self.lanes = answer.lanes
         if self.shows_messages:
             self.print_messages()
+            print()
         self.note(number, answer.passed)
         if not answer.passed:
             self.print("not yet: {sentence}", sentence=answer.sentence)
-            return False
+            if not self.has_keys:
+                self.print("A hint: {command}", command=self.command(number, "--hint"))
+            return 1
         self.print("passed: {sentence}", sentence=answer.sentence)
-        print(f"\n{self.texts[number].why}\n")
+        text = self.texts[number]
+        print(f"\n{text.why}\n")
         self.print_other_repairs(number)
-        self.print_place(number)
+        if text.scene:
+            page = f"docs/see/index.html#{text.scene}/0/{self.language}"
+            self.print("See it happen: open {page} in a browser.", page=page)
+        else:
+            file, section = text.page
+            self.print('Why: "{section}" in {page}.', section=section, page=f"{self.docs}/{file}")
         if len(self.passed()) == len(self.texts):
             self.print("You have passed all exercises.")
-        return True
-
-    def print_commands(self, number, passed):
-        """Print what the reader can do next."""
-        if not passed:
-            self.print("A hint: {command}", command=self.command(number, "--hint"))
-        elif len(self.passed()) < len(self.texts):
+        elif not self.has_keys:
             command = self.command(self.next_number(number))
             self.print("The next one: {command}", command=command)
+        return 0
 
     def check_all(self):
         """Check all files that are there. Return 0 if all have passed."""
@@ -351,28 +339,25 @@ class Reader:
             self.print_beginning()
         with single_keys() as self.has_keys:
             while number:
-                self.print_task(number)
-                print()
                 number = self.watch_one(number)
                 print()
 
     def watch_one(self, number):
         """Check a file at each save. Return the number of the exercise that follows, or None."""
+        is_new = True
         while True:
             checked = self.path(number).read_bytes()
-            passed = self.check(number)
-            if not self.has_keys:
-                self.print_commands(number, passed)
-                if passed:
-                    is_end = len(self.passed()) == len(self.texts)
-                    return None if is_end else self.next_number(number)
+            failed = self.check(number, is_new)
+            if not self.has_keys and not failed:
+                is_end = len(self.passed()) == len(self.texts)
+                return None if is_end else self.next_number(number)
             key = self.wait_for_change(number, checked)
             if key == "q":
                 return None
             if key == "n":
                 return self.next_number(number)
             print("─" * WIDTH)
-            self.print_title(number)
+            is_new = False
 
     def wait_for_change(self, number, checked):
         """Wait until a file has another text than the one that was checked, and obey keys.
@@ -404,7 +389,7 @@ class Reader:
             "Time goes down. ● is a message, with its line; ─ joins its ranks; ┊ waits for the"
             " others.\n"
         )
-        print(timeline.draw(self.lanes, self.language) + "\n")
+        print(timeline.draw(self.lanes, self.language))
 
     def print_keys(self):
         if self.has_keys:

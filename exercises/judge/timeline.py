@@ -1,9 +1,11 @@
 """Draw what the ranks of a program did: a column for each rank, and time goes down.
 
- ms  rank 0                                      rank 1
-  0   22 broadcast 272 B ─────────────────────── 22 broadcast 272 B
-  4   31 all_reduce 272 B                        │
-203  └────────────────────────────────────────── 31 all_reduce 272 B
+    ms  rank 0                                       rank 1
+     0  ●  22 broadcast 272 B ───────────────────────●  22 broadcast 272 B
+     4  ●  31 all_reduce 272 B                       │
+   203  └────────────────────────────────────────────●  31 all_reduce 272 B
+
+Each message has its line of the program. ┊ is a rank that waits for others in its last message.
 """
 
 import unicodedata
@@ -38,36 +40,25 @@ class Act(NamedTuple):
     ranks: tuple = ()  # of the message
 
 
-def lanes(records):
-    """Return a list of Acts for each rank. The last one says how the rank ended."""
-    return [acts(record) for record in records]
-
-
 def acts(record):
+    """Return the Acts of a rank. The last one says how the rank ended."""
     found, counts = [], Counter()
     for event in record.events:
         if event.kind in CALLS:
             found.append(Act(event.time, 0, CALLS[event.kind]))
         elif event.kind == "message":
             message = event.value
-            is_pair = message.name in ("send", "recv")
-            key = ("pair" if is_pair else message.name, message.ranks)
+            name, size, ranks = message.name, message.size, message.ranks
+            size = f" {size / 1000:.3g} kB" if size >= 1000 else f" {size} B" if size else ""
+            peer = {"send": f" → {ranks[-1]}", "recv": f" ← {ranks[0]}"}.get(name, "")
+            key = ("pair" if peer else name, ranks)
             counts[key] += 1
             meeting = (*key, counts[key])
-            found.append(Act(event.time, message.line, text(message), meeting, message.ranks))
+            found.append(Act(event.time, message.line, f"{name}{size}{peer}", meeting, ranks))
     end = say("waits") if record.waits else say("ended")
     if record.signal or record.error:
         end = record.signal or record.error[0]
-    time = found[-1].time if found else 0
-    return [*found, Act(time, record.line, end)]
-
-
-def text(message):
-    size = message.size
-    size = f" {size / 1000:.3g} kB" if size >= 1000 else f" {size} B" if size else ""
-    source, target = message.ranks if message.name in ("send", "recv") else ("", "")
-    peer = {"send": f" → {target}", "recv": f" ← {source}"}.get(message.name, "")
-    return f"{message.name}{size}{peer}"
+    return [*found, Act(0, record.line, end)]
 
 
 def rows(lanes):
@@ -81,34 +72,34 @@ def rows(lanes):
             cells = {}
             found.append((time, cells))
         cells[rank] = act
-    return [*found, (None, {rank: lane[-1] for rank, lane in enumerate(lanes)})]
+    return found
 
 
 def draw(lanes, language):
-    """Return the timeline as text."""
-    width = (WIDTH - MARGIN) // len(lanes)
-    heads = "".join(f"rank {rank}".ljust(width) for rank in range(len(lanes)))
-    lines = [f"{'ms':>{MARGIN - 2}}  {heads}".rstrip()]
+    """Return the timeline as text, given the acts() of each rank."""
+    width = (WIDTH - MARGIN) // max(len(lanes), 1)
+    lines = ["".join(f"rank {rank}".ljust(width) for rank in range(len(lanes)))]
     table = rows(lanes)
     called = defaultdict(set)  # meeting: the ranks that have called it
     latest = {}  # rank: its last Act
-    for time, cells in table:
+    for _, cells in table:
         latest |= cells
-        for rank, act in cells.items():
-            called[act.meeting].add(rank)
         act = next(iter(cells.values()))
+        called[act.meeting] |= {*cells}
         joined = act.ranks if called[act.meeting] == {*act.ranks} else ()
-        ms = "" if time is None else f"{(time - table[0][0]) * 1000:.0f}"
-        line = f"{ms:>{MARGIN - 2}}  "
+        line = ""
         for rank in range(len(lanes)):
-            cell = mark(rank, latest.get(rank), cells, called, joined) if ms else "╵"
+            cell = mark(rank, latest.get(rank), cells, called, joined)
             if rank in cells:
-                number = cells[rank].line or ""
-                cell = f"{cell} {number:>3} {text_of(cells[rank].text, language)} "[:width]
+                cell += f" {cells[rank].line or '':>3} {cells[rank].text} "
             is_crossed = joined and min(joined) <= rank < max(joined)
-            wide = sum(unicodedata.east_asian_width(letter) == "W" for letter in cell)
-            line += cell.ljust(width - wide, "─" if is_crossed else " ")
-        lines.append(line.rstrip())
+            line += cell[:width].ljust(width, "─" if is_crossed else " ")
+        lines.append(line)
+    times = ["ms", *[f"{(time - table[0][0]) * 1000:.0f}" for time, _ in table], ""]
+    ends = [f"╵ {lane[-1].line or '':>3} {text_of(lane[-1].text, language)}" for lane in lanes]
+    wide = [sum(unicodedata.east_asian_width(x) == "W" for x in end) for end in ends]
+    lines.append("".join(end.ljust(width - more) for end, more in zip(ends, wide, strict=True)))
+    lines = [f"{t:>{MARGIN - 2}}  {line}".rstrip() for t, line in zip(times, lines, strict=True)]
     if len(lines) > FIRST + LAST:  # a hang is at the end
         lines = [*lines[:FIRST], " " * MARGIN + "...", *lines[-LAST:]]
     return "\n".join(lines)
@@ -120,16 +111,16 @@ def mark(rank, act, cells, called, joined):
     Args:
         cells: {rank: Act} of the row.
         called: {meeting: ranks that have called it}.
-        joined: the ranks of a message that all have called now.
+        joined: the ranks of the row's message, if all have called it now.
     """
     if rank in cells:
         return "●" if act.ranks else "│"
-    if joined and min(joined) < rank < max(joined) and rank not in joined:
+    if joined and rank not in joined and min(joined) < rank < max(joined):
         return "┼"
     if act is None:
         return " "
     if {*act.ranks} - called[act.meeting]:
         return "┊"
-    if act.meeting in [other.meeting for other in cells.values()] and act.ranks:
+    if joined and act.meeting == next(iter(cells.values())).meeting:
         return "┘" if rank == max(joined) else "└" if rank == min(joined) else "┴"
     return "│"
