@@ -8,13 +8,6 @@ RIGHT = {
     "every second image": [
         (LOADER, "loader = DataLoader(dataset, batch_size=32, sampler=range(rank, 256, 2))")
     ],
-    "every second image, and its size and number are printed": [
-        (
-            LOADER,
-            "loader = DataLoader(dataset, batch_size=32, sampler=range(rank, 256, 2))\n"
-            "print(dataset[0][0].shape, dataset[1][0].shape, sum(len(x) for x, _ in loader))",
-        )
-    ],
     "a random split, and one name for the model and DDP": [
         (IMPORT, "from torch.utils.data import DataLoader, TensorDataset, random_split"),
         ("ddp = DistributedDataParallel(model)", "model = DistributedDataParallel(model)"),
@@ -24,6 +17,13 @@ RIGHT = {
             "part = random_split(dataset, [128, 128])[rank]  # all ranks draw the same split\n"
             "loader = DataLoader(part, batch_size=32, shuffle=True, num_workers=2)",
         ),
+    ],
+    "every second image, and its size and number are printed": [
+        (
+            LOADER,
+            "loader = DataLoader(dataset, batch_size=32, sampler=range(rank, 256, 2))\n"
+            "print(dataset[0][0].shape, dataset[1][0].shape, sum(len(x) for x, _ in loader))",
+        )
     ],
 }
 

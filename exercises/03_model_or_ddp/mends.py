@@ -9,7 +9,6 @@ RIGHT = {
         ("ddp = DistributedDataParallel(model)", "model = DistributedDataParallel(model)"),
         ("model.weight", "model.module.weight"),
     ],
-    "a call with a keyword": [("model(batch)", "ddp(input=batch)")],
     "gradients averaged by hand": [
         ("ddp = DistributedDataParallel(model)\n", ""),
         (
@@ -28,6 +27,7 @@ RIGHT = {
             "        parameter.data /= dist.get_world_size()\n",
         ),
     ],
+    "a call with a keyword": [("model(batch)", "ddp(input=batch)")],
 }
 
 WRONG = {
