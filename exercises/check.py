@@ -181,9 +181,10 @@ class Reader:
             return
         self.print_task(number)
         print()
-        watch = " ".join(["python exercises/check.py --watch", *self.flags])
-        self.print("Check it at each save, with keys for hints and more: {command}", command=watch)
-        self.print("Check it once: {command}", command=self.command(number))
+        command = " ".join(["python exercises/check.py --watch", *self.flags])
+        self.print(
+            "Check it at each save, with keys for hints and more: {command}", command=command
+        )
 
     def print_beginning(self):
         self.print(
@@ -404,11 +405,9 @@ class Reader:
         """Return a key that was pressed, or "" after a while."""
         if not self.has_keys:
             time.sleep(POLL)
-            return ""
-        ready, _, _ = select.select([sys.stdin], [], [], POLL)
-        if not ready:
-            return ""
-        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"  # it was closed
+        elif select.select([sys.stdin], [], [], POLL)[0]:
+            return os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q"  # it was closed
+        return ""
 
 
 @contextlib.contextmanager
