@@ -76,7 +76,7 @@ def main(args):
     torch.manual_seed(args.seed)  # the same weights on every rank
     model = build_model(args, train_set).to(d.device)
     if args.weights and not state:
-        start_from(model, args, len(train_set.classes), d, slow_group)
+        start_from(model, args, len(train_set.classes), d.is_main)
     freeze(model, args.freeze)
     if args.sync_bn and d.world_size > 1:
         model = convert_sync_batchnorm(model)

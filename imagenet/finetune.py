@@ -2,70 +2,29 @@
 
 import re
 
-import torch
-import torch.distributed as dist
-import torchvision
 from torch import nn
 
-from common.errors import UserError, one_line
+from common.errors import UserError
 from imagenet.weights import load_into, load_weights
 
-TORCHVISION = "torchvision:"
 
-
-def start_from(model, args, num_classes, d, group):
+def start_from(model, args, num_classes, is_main):
     """Load the weights of --weights into a model, on every rank.
 
     Args:
         args: reads weights, new_head and arch.
         num_classes: int, the outputs of the head.
-        d: Distributed.
-        group: a gloo process group of all ranks, whose timeout is long enough for the download by
-            the first rank of each machine.
+        is_main: bool, whether this rank prints what a new head replaces.
 
     Raises:
         UserError: there are no such weights, or they do not fit.
     """
-    if args.weights.startswith(TORCHVISION):
-        weights = download(args.weights, args.arch) if d.local_rank == 0 else None
-        dist.monitored_barrier(group)
-        weights = weights or download(args.weights, args.arch)  # the file is on this machine now
-    else:
-        weights = load_weights(args.weights)
+    weights = load_weights(args.weights)
     if args.new_head:
         weights, message = replace_head(model, weights, num_classes)
-        if d.is_main:
+        if is_main:
             print(f"--weights {args.weights}: {message}")
     load_into(model, weights, args.weights)
-
-
-def download(source, arch):
-    """Return the state_dict of torchvision:NAME for a model.
-
-    A file that was downloaded before is used again.
-
-    Raises:
-        UserError: torchvision has no such weights, or there is no network.
-    """
-    name = source.removeprefix(TORCHVISION)
-    try:
-        choices = torchvision.models.get_model_weights(arch).__members__
-    except ValueError:
-        raise UserError(
-            f"--weights {source}: torchvision has no weights for --arch {arch}; name a file"
-        ) from None
-    if name not in choices:
-        raise UserError(
-            f"--weights {source}: expected one of "
-            f"{', '.join(TORCHVISION + name for name in choices)}"
-        )
-    try:
-        return choices[name].get_state_dict(progress=False, check_hash=True)
-    except (OSError, RuntimeError) as error:  # no network, a full disk; another hash
-        raise UserError(
-            f"--weights {source}: cannot download {choices[name].url} ({one_line(error)[:100]}); "
-            f"download it on another machine and copy it into {torch.hub.get_dir()}/checkpoints/"
-        ) from None
 
 
 def head_of(model, num_classes):

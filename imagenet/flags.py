@@ -138,8 +138,7 @@ DATA = [  # what to train on; see add_flags
 ]
 MODEL = [  # what is trained
     ("--arch NAME", str, "resnet18", "a torchvision model, or timm:NAME if timm is installed"),
-    ("--weights FILE", str, None,
-     "weights to start from: a checkpoint, a state_dict, or torchvision:DEFAULT"),
+    ("--weights FILE", str, None, "weights to start from: a checkpoint, or a state_dict"),
     ("--new-head", bool, False, "with --weights: a new last layer, for other classes"),
     ("--freeze NAMES", str, "", "do not train these parts: conv1,bn1,layer1"),
     ("--sync-bn", bool, False, "batch norm over the images of all processes"),

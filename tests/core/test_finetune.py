@@ -1,11 +1,9 @@
-"""Fine-tuning in 06: other classes, frozen parts, weights of torchvision."""
+"""Fine-tuning in 06: other classes, frozen parts."""
 
-import urllib.error
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torchvision
 from imagenet_runs import final
 
 from common.errors import UserError
@@ -78,37 +76,3 @@ def test_a_part_of_a_model_is_trained_on_other_classes(train, one_each, tmp_path
     assert any("running_mean" in name for name in changed)
     again = train("tuned", 2, *flags, "--resume", "--epochs", 2)
     assert again.wait() == [0, 0] and "tensors loaded" not in again.output(), again.output()
-
-
-def test_weights_of_torchvision_are_downloaded_by_one_rank(monkeypatch):
-    calls = []
-
-    def get_state_dict(self, **options):
-        calls.append((self.name, options))
-        return model_of("resnet18", 1000).state_dict()
-
-    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", get_state_dict)
-    monkeypatch.setattr(finetune.dist, "monitored_barrier", lambda group: calls.append("barrier"))
-    args = SimpleNamespace(weights="torchvision:DEFAULT", arch="resnet18", new_head=True)
-    for local_rank in (0, 1):
-        calls.clear()
-        d = SimpleNamespace(local_rank=local_rank, is_main=False)
-        finetune.start_from(model_of("resnet18", 4), args, 4, d, None)
-        once = ("IMAGENET1K_V1", {"progress": False, "check_hash": True})
-        assert calls == ([once, "barrier"] if local_rank == 0 else ["barrier", once])
-
-
-def test_missing_weights_of_torchvision_are_one_line(monkeypatch):
-    with pytest.raises(UserError, match="torchvision has no weights for --arch small_net; name a"):
-        finetune.download("torchvision:DEFAULT", "small_net")
-    names = "torchvision:IMAGENET1K_V1, torchvision:IMAGENET1K_V2, torchvision"
-    with pytest.raises(UserError, match=f"expected one of {names}"):
-        finetune.download("torchvision:V3", "resnet50")
-
-    def offline(*_, **__):
-        raise urllib.error.URLError("Name or service not known")
-
-    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", offline)
-    remedy = r"cannot download https://.*resnet18.*copy it into .*/checkpoints/"
-    with pytest.raises(UserError, match=remedy):
-        finetune.download("torchvision:DEFAULT", "resnet18")
