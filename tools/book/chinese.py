@@ -113,13 +113,18 @@ def digest(passage):
 
 
 def slugs(page):
-    """Return the anchors that a code host makes of the headings of a page."""
+    """Return the anchors that a code host makes of the headings of a page.
+
+    Those of a block that only Chinese readers need come last, since they have no English heading.
+    """
+    text = read(page)
+    headings = [passage.text for passage in passages(text) if re.fullmatch(r"h\d", passage.kind)]
+    headings += re.findall(r"^#+ (.+)$", "\n".join(ONLY_CHINESE.findall(text)), re.M)
     found = []
-    for passage in passages(read(page)):
-        if re.fullmatch(r"h\d", passage.kind):
-            heading = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", passage.text).lower()
-            slug = re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
-            found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
+    for heading in headings:
+        heading = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+        found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
     return found
 
 
