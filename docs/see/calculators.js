@@ -187,7 +187,7 @@ function drawMemory(parent) {
     const bar = make("div", row, { className: "stack" });
     parts.forEach((bytes, k) => (make("i", bar, { className: `part${k}` }).style.width = share(bytes)));
     make("u", bar).style.left = share(limit);
-    make("b", row, { textContent: `${(sum / GB).toFixed(1)} GB ${sum > limit ? "✗" : "✓"}` });
+    make("b", row, { textContent: `${(sum / GB).toFixed(2)} GB ${sum > limit ? "✗" : "✓"}` });
   }
 }
 

@@ -26,9 +26,10 @@ function drawDiagram(root, m) {
   root.setAttribute("height", height);
   const hatch = { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" };
   svg("rect", svg("pattern", root, hatch), { width: 2, height: 6, class: "stroke" });
-  for (const [time, text] of m.ticks) {
+  const apart = m.ticks.length > 1 ? Math.ceil(60 / (m.x(m.ticks[1]) - m.x(0))) : 1;
+  for (const time of m.ticks.filter((_, k) => k % apart === 0)) {
     svg("line", root, { x1: m.x(time), x2: m.x(time), y1: top, y2: bottom, class: "tick" });
-    svg("text", root, { x: m.x(time), y: height - 4, "text-anchor": time < m.end * 0.96 ? "middle" : "end" }, text);
+    svg("text", root, { x: m.x(time), y: height - 4, "text-anchor": time < m.end * 0.96 ? "middle" : "end" }, `${time} ms`);
   }
   m.ranks.forEach((rank, index) => {
     const y = top + index * row;
@@ -141,7 +142,8 @@ function stepInTime(option, c) {
     share: Math.round((100 * alone) / m.end), other: ms(other), all: s.micro * buckets.length, once: buckets.length, saved: (s.micro - 1) * buckets.length,
     whole: 400, kept: Math.round(400 / ranks),
   };
-  const sentences = { ddp: s.micro > 1 ? ["ddp", "saves"] : ["ddp"], forgotten: ["ddp", "forgotten"], fsdp: ["ddp", "fsdp"] }[option] ?? [option];
+  const ddpSays = s.micro > 1 ? ["ddp", "hides", "saves"] : ["ddp", "hides"];
+  const sentences = { ddp: ddpSays, forgotten: ["ddp", "hides", "forgotten"], fsdp: ["ddp", "fsdp"] }[option] ?? [option];
   const totals = [["1 GPU", 1000 * alone], ...(option === "ddp" ? [] : [["DDP", 1000 * ddp]])];
   const whole = Math.max(...blocks.map((one) => one.to));
   const widest = m.stuck.length ? whole : Math.max(whole, 1000 * ddp);
@@ -151,7 +153,7 @@ function stepInTime(option, c) {
     option, s, blocks, calls, numbers, sentences: ranks > 1 ? sentences : ["one"], totals: m.stuck.length || ranks === 1 ? [] : totals, arrows: [],
     ranks: numbersTo(Math.min(8, ranks)).map((rank) => (rank === 7 ? last : rank)), end: widest, last: whole, at: (time) => time,
     died: option === "dies" ? 1000 * dies[last] : Infinity, began, places: momentsOf(blocks, calls, whole),
-    ticks: numbersTo(Math.floor(began / tick) + 1).map((k) => [k * tick, `${k * tick} ms`]),
+    ticks: numbersTo(Math.floor(began / tick) + 1).map((k) => k * tick),
   };
 }
 
@@ -178,8 +180,10 @@ function stateAt(m, time) {
   if (call?.kind === "all_reduce") return [who("backward").length || who("forward").length ? "hidden" : "exposed", [], call];
   if (call) return [call.kind, [], call];
   for (const kind of ["wait", "read"]) if (who(kind).length && m.s.ranks > 1) return [kind, who(kind)];
-  if (who("optimizer").length && m.option === "model") return ["apart", []];
+  if (m.option === "model") return [who("optimizer").length ? "apart" : "unseen", []];
   if (m.option === "fsdp" && !who("optimizer").length) return ["whole", []];
+  const sendsLater = (one) => one.kind === "backward" && one.micro + 1 < m.s.micro;
+  if (m.option !== "forgotten" && now.some(sendsLater)) return ["adds", []];
   return [["backward", "forward"].find((kind) => who(kind).length) ?? "optimizer", []];
 }
 

@@ -141,7 +141,7 @@ function recordedDiagram() {
     const arrives = frames.findIndex((later, after) => after > k && later.ranks[to]?.kind === "done");
     if (kind === "send") arrows.push({ from: rank, to, start: k, end: arrives });
   }));
-  const ticks = clock ? [0, 200, 400, 600, 800].map((ms) => [ms, `${ms} ms`]) : [];
+  const ticks = clock ? [0, 200, 400, 600, 800] : [];
   const places = state.every ? [...frames.keys()] : scene().moments[state.option];
   return { ranks, blocks, arrows, calls: [], totals: [], end: at(frames.length), last: frames.length - 1, ticks, at, places };
 }
@@ -219,8 +219,7 @@ function drawQuestion() {
   if ($("ask").childElementCount) return;
   const answer = (ranks) => {
     const right = ranks.some((rank) => waiting.includes(rank));
-    $("ask").replaceChildren(say(right ? PAGE.right : PAGE.wrong, { who: namesOf(waiting) }));
-    make("span", $("ask"));
+    $("ask").replaceChildren(make("span", null, { textContent: say(right ? PAGE.right : PAGE.wrong, { who: namesOf(waiting) }) }));
     play(true);
   };
   $("ask").append(say(PAGE.ask));
@@ -248,20 +247,20 @@ function pick({ rank, kind, of, from, to }) {
 
 // The page around a scene
 
-function drawButtons(parent, names, text, action) {
+function drawButtons(parent, names, chosenName, text, action) {
   parent.replaceChildren();
   for (const name of names) {
     const button = make("button", parent, { type: "button", textContent: text(name), onclick: () => action(name) });
-    button.setAttribute("aria-pressed", name === state.scene || name === state.option);
+    button.setAttribute("aria-pressed", name === chosenName);
+    if (button.ariaPressed === "true") button.scrollIntoView({ block: "nearest", inline: "center" });
   }
 }
 
 // The address of a chapter: in the clone, or in the site, in which the Chinese pages are another site.
 function chapterAddress(name) {
-  const { pages } = document.body.dataset;
   const folder = state.language === "zh" ? "zh/" : "";
-  const root = location.pathname.includes("/zh/docs/see/") ? "../../../" : "../../";
-  return `${root}${pages === "html" ? folder : ""}docs/${folder}${name}.${pages}`;
+  if (location.protocol === "file:" && !location.pathname.includes("/site/")) return `../${folder}${name}.md`;
+  return `../../${location.pathname.includes("/zh/docs/see/") ? "../" : ""}${folder}docs/${folder}${name}.html`;
 }
 
 function drawPage() {
@@ -277,8 +276,8 @@ function drawPage() {
   make("a", $("about"), { href: chapterAddress(one.chapter), textContent: say(PAGE.chapter) });
   $("run").textContent = one.run ? `${say(PAGE.run)} ${one.run} ${one.flags}` : "";
   const all = [...Object.keys(SCENES), "fit", "scale"];
-  drawButtons($("scenes"), all, (name) => say((SCENES[name] ?? PAGE[name]).title), (name) => show({ scene: name, option: null, at: 0, beside: null }));
-  drawButtons($("switches"), options().length > 1 ? options() : [], (name) => say(one.options[name]), changeOption);
+  drawButtons($("scenes"), all, state.scene, (name) => say((SCENES[name] ?? PAGE[name]).title), (name) => show({ scene: name, option: null, at: 0, beside: null }));
+  drawButtons($("switches"), options().length > 1 ? options() : [], state.option, (name) => say(one.options[name]), changeOption);
   for (const id of ["knobs", "numbers", "ask", "block", "lanes", "calculator"]) $(id).replaceChildren();
   if (calculates()) return drawCalculator(state.scene);
   if (computed()) drawKnobs($("knobs"), "time", drawScene);

@@ -59,15 +59,12 @@ function simulate(programs, s) {
     return call.number;
   }
 
-  function resultOf(call, rank) {
-    return call.values.includes(undefined) ? undefined : RESULT[call.kind](call.values, rank);
-  }
-
   // Do the next operation of a rank. Return whether it could.
   function advance(one) {
     one.op ??= one.program.next(one.result).value;
     const { rank, op } = one;
-    const tell = (kind, more) => events.push({ rank, time: one.clock, kind, of: op.of, ...more });
+    const tell = (kind, more) => events.push({ rank, time: one.clock, kind, ...more });
+    const tellOnce = (...what) => (op.told ||= tell(...what));
     const block = (kind, to) => {
       blocks.push({ ...op, rank, kind, from: one.clock, to: Math.min(to, one.dies) });
       one.clock = Math.min(to, one.dies);
@@ -76,25 +73,23 @@ function simulate(programs, s) {
     one.result = undefined;
     if ("compute" in op) {
       block(op.kind, one.clock + op.compute);
-      if (op.event && one.clock < one.dies) tell(op.event, { value: op.value });
+      if (op.event && one.clock < one.dies) tell(op.event, { of: op.of });
     } else if (op.start) {
       one.result = join(one, op);
-      if (op.event) tell(op.event, { calls: [`${op.start} ${one.made}`], value: op.value });
+      if (op.event) tell(op.event, { of: op.of, calls: [`${op.start} ${one.made}`], value: op.value });
     } else if (op.wait) {
       const awaited = op.wait.map((number) => calls[number]);
       const named = { calls: awaited.map((call) => call.names[rank]) };
-      if (!op.told) tell("wait", named);
-      op.told = true;
+      tellOnce("wait", named);
       if (awaited.some((call) => call.to === undefined)) return false;
       block("wait", Math.max(one.clock, ...awaited.map((call) => call.to)));
-      one.result = awaited.map((call) => resultOf(call, rank));
+      one.result = awaited.map((call) => s.values && RESULT[call.kind](call.values, rank));
       tell("done", { ...named, value: one.result });
     } else if ("send" in op) {
       (mail[`${rank} ${op.send}`] ??= []).push([one.clock + seconds("message", op.size, s), op.value]);
       tell("send", { to: op.send, value: op.value });
     } else {
-      if (!op.told) tell("receive", { source: op.receive });
-      op.told = true;
+      tellOnce("receive", { source: op.receive });
       const letter = mail[`${op.receive} ${rank}`]?.shift();
       if (!letter) return false;
       block("wait", Math.max(one.clock, letter[0]));
@@ -148,10 +143,10 @@ function* ddpProgram(rank, s) {
 // A rank of FSDP: blocks are gathered, in both passes, and gradients are scattered. With s.blocking,
 // as with gloo, a call returns when it has ended, so that the forward pass gathers nothing ahead.
 function* fsdpProgram(rank, s) {
-  const size = s.gradients / s.layers;
   const gathered = {};
   const scattered = [];
   function* start(kind, block) {
+    const size = s.gradients / s.layers;
     const number = yield { start: kind, size, of: [block], value: s.values?.[rank].shift() };
     if (s.blocking) yield { wait: [number] };
     return number;

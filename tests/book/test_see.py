@@ -167,19 +167,17 @@ def test_the_calculators_agree_with_fit_and_plan_on_random_settings(page):
 
 @pytest.mark.slow
 def test_the_commands_of_the_calculators_give_the_numbers_of_the_page(page, monkeypatch, capsys):
-    for name, tool in [("fit", fit), ("scale", plan)] * 3:
+    for k, (name, tool) in enumerate([("fit", fit), ("scale", plan)] * 3):
         page.goto(f"file://{PAGE}#{name}/-/0/en")
-        page.click(f".presets button >> nth={random.randrange(3)}")
+        page.click(f".presets button >> nth={k // 2}")
         page.reload()  # the address holds the settings
         monkeypatch.setattr("sys.argv", page.inner_text("#calculator code").split()[1:])
         tool.main(tool.parse_args())
         said = capsys.readouterr().out
         if tool is fit:
-            expected = re.findall(r"([\d.]+) (yes|no)", said)
-            shown = [text.split() for text in page.locator(".memory b").all_text_contents()]
-            assert [fits == "✓" for *_, fits in shown] == [fits == "yes" for _, fits in expected]
-            sums = [float(gb) for gb, *_ in shown]
-            assert sums == pytest.approx([float(gb) for gb, _ in expected], abs=0.06)
+            marks = {"yes": "✓", "no": "✗"}
+            rows = [f"{gb} GB {marks[fits]}" for gb, fits in re.findall(r"([\d.]+) (yes|no)", said)]
+            assert page.locator(".memory b").all_text_contents() == rows
         else:
             shown = page.locator("#calculator svg .name").all_text_contents()[2:4]  # of 64 GPUs
             assert f"efficiency:     {' to '.join(shown)}, " in said
@@ -192,7 +190,6 @@ SIMULATED = {
     "step/slow": ("ddp", {"sends": "last", "late": {1: 0.4}}),
     "step/hang": ("ddp", {"sends": "last", "barrier": True}),
     "step/model": ("ddp", {"sends": "never"}),
-    "step/no_sync": ("ddp", {"sends": "never"}),
     "fsdp/fsdp": ("fsdp", {"blocking": True, "layers": 3}),
     "ring/ring": ("ring", {"ranks": 4, "size": 4}),
 }
@@ -224,6 +221,8 @@ def test_the_simulation_has_the_order_and_the_values_of_a_record(page, scene):
     assert [(e["rank"], *map(e.get, names)) for e in events] == expected
     assert len(trace["stuck"]) == (2 if option == "hang" else 0)
     for event, (number, rank, one) in zip(events, recorded, strict=True):
+        of = re.findall(r"\d", str(one.get("of")))
+        assert event.get("of", []) == [int(layer) + (name == "step") for layer in of]
         next_values = [frame["ranks"][rank].get("values", {}) for frame in frames[number:][:6]]
         shown = [flat(value) for values in next_values for value in values.values()]
         for value in event["value"] if one["kind"] == "done" else []:

@@ -165,11 +165,8 @@ def show_blocks(app, what, name, obj, options, lines):
 
 
 def copy_recorded_runs(app, error):
-    """Copy the page of recorded runs, which needs no Sphinx, and let its links lead to the site."""
-    there = Path(app.outdir) / SEE.relative_to(ROOT)
-    shutil.copytree(SEE, there, dirs_exist_ok=True)
-    page = (there / "index.html").read_text()
-    (there / "index.html").write_text(page.replace('data-pages="md"', 'data-pages="html"'))
+    """Copy the page of recorded runs, which needs no Sphinx."""
+    shutil.copytree(SEE, Path(app.outdir) / SEE.relative_to(ROOT), dirs_exist_ok=True)
 
 
 def setup(app):
