@@ -114,6 +114,20 @@ def test_a_changed_english_sentence_is_named_and_a_warning_for_a_contributor(tmp
     assert [end.returncode for end in ends] == [0, 2]
 
 
+def test_a_chinese_page_that_reads_as_a_translation_is_refused_with_the_limit(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(chinese, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "- **单机**：可以\n- **多机**，不行\n\n卡住，因为没有同步。\n\n失败，因为超时。\n"
+    )
+    label, *reasons = chinese.style(page)
+    assert label == "page.md:2: expected a full-width colon after the label: '**多机**，不行'"
+    assert [reason.partition(": ")[0] for reason in reasons] == ["page.md:4", "page.md:6"]
+    assert "，因为: 2 times, expected at most 1 (5 in 10,000)" in reasons[0]
+
+
 def test_a_chinese_page_with_an_unwanted_word_is_refused_by_name(monkeypatch, tmp_path):
     """As if the title of a page were such a word."""
     title, *_ = (ROOT / "docs/zh/kaggle.md").read_text().splitlines()

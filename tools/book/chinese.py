@@ -11,7 +11,8 @@ equal, with the comments that docs/zh/comments.json translates; generated blocks
 source. A Chinese page may also hold blocks of its own, from <!-- only: zh --> to <!-- end -->.
 docs/zh/in_step.json holds a hash of each English passage as it was when its translation was last
 looked at. The words of generated tables and of pictures are in docs/zh/tables.json and labels.json.
-docs/zh/terms.json holds words that the Chinese edition does not use, and what stands instead.
+docs/zh/terms.json holds words that the Chinese edition does not use, and what stands instead. A
+label is joined to its explanation by a colon, and few reasons follow their result (see LIMITS).
 """
 
 import base64
@@ -37,6 +38,8 @@ from tools.records import ROOT
 
 HASHES, FIGURES = ROOT / "docs/zh/in_step.json", ROOT / "docs/figures"
 TERMS = ROOT / "docs/zh/terms.json"
+LIMITS = {"，因为": 5, "所以": 5}  # in 10,000 Chinese characters of a page; one more is no habit
+LABEL = re.compile(r"(\*\*[^*]+\*\*[，。]|\[[^]]+\]\([^)]+\)，)")
 CELL = "<!-- cell: {} -->"  # stands before the text of each Markdown cell of a notebook
 
 
@@ -272,6 +275,26 @@ def unwanted_words():
     ]
 
 
+def style(there):
+    """Return a line for each place of a Chinese page that reads as if it had been translated."""
+    prose = [passage for passage in passages(read(there)) if is_prose(passage)]
+    items = [passage for passage in prose if passage.kind.endswith("li/p")]
+    found = [
+        f"{place(there, item)}: expected a full-width colon after the label: {start_of(item)}"
+        for item in items
+        if LABEL.match(item.text)
+    ]
+    size = sum(len(re.findall(r"[一-鿿]", passage.text)) for passage in prose)
+    for word, limit in LIMITS.items():
+        places = [passage for passage in prose for _ in range(passage.text.count(word))]
+        most = 1 + size * limit // 10_000
+        if len(places) > most:
+            reason = f"{word}: {len(places)} times, expected at most {most} ({limit} in 10,000)"
+            advice = "state the ground first, with 由于 or 因此"
+            found += [f"{place(there, passage)}: {reason}: {advice}" for passage in places]
+    return found
+
+
 def quoted_files():
     """Return the paths of the files whose code the generated blocks show."""
     blocks = [block for page in pages() for block in BLOCK.findall(page.read_text())]
@@ -403,6 +426,7 @@ def main(args):
         return 0
     hashes = load_hashes()
     found = [line for page in english_pages() for line in check(page, hashes)]
+    found += [line for page in english_pages() for line in style(chinese_page(page))]
     found += unknown_comments() + unwanted_words()
     print(*found, sep="\n", end="\n" if found else "")
     return bool(found)
