@@ -19,6 +19,10 @@ WRONG = {
         [(LOSS, WEIGHTED), (DIVIDE, "mean_loss /= len(mine)\n")],
         "It is the mean of the means of the ranks",
     ),
+    "the mean of batches of unequal sizes": (
+        [(REDUCE, "mean_loss *= len(mine) / 100\ndist.all_reduce(mean_loss)\n")],
+        "but the last batch of a rank is smaller",
+    ),
     "parts of equal size": (
         [(MINE, "mine = range(rank, 100, 2)"), ("batch_size=16", "batch_size=50")],
         "Rank 0 evaluated 50 images and rank 1 50; expected 70 and 30",

@@ -29,6 +29,10 @@ WRONG = {
         ],
         "Rank 0 in batch 1 and rank 1 in batch 0 draw the same random numbers",
     ),
+    "rank 1 flips backwards": (
+        [(FLIP, f"{FLIP}    flip = flip.flip(0) if rank else flip\n")],
+        "The ranks draw the same random numbers, one of them backwards",
+    ),
     "no seed": (
         [(FLIPS, f"torch.seed()\n{FLIPS}")],
         "In a second run, rank 0 flips other images",

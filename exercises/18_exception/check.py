@@ -1,12 +1,16 @@
 """After a damaged image, all ranks must end, or all must train on, with equal weights."""
 
 from exercises.judge.judging import (
+    batches,
     describe_error,
+    gradients_of,
     images,
     lost_another,
     refuse,
     refuse_different_ends,
+    same,
     steps,
+    values,
     variable,
     weights_of,
 )
@@ -40,10 +44,27 @@ def check(ranks):
             least=min(counts),
             steps=BATCHES,
         )
+    refuse_other_gradients(ranks)
     return say(
         "the ranks took {counts[0]} and {counts[1]} training steps, and their weights are equal.",
         counts=counts,
     )
+
+
+def refuse_other_gradients(ranks):
+    """Refuse a step whose gradient is not that of its images, if the ranks have equally many."""
+    for k, parts in enumerate(zip(*map(batches, ranks), strict=False)):
+        numbers = [number for part in parts for number in part]
+        if not numbers or -1 in numbers or len(set(map(len, parts))) > 1:
+            continue  # the task does not say what to do with the others of a damaged batch
+        step = values(ranks[0], "before")[k]
+        gradients = [gradient for gradient in step.gradients if gradient is not None]
+        if not same(gradients, gradients_of(ranks[0], step.weights, numbers), 1e-5):
+            refuse(
+                "In training step {step}, the gradient is not that of the images with their"
+                " labels.",
+                step=k + 1,
+            )
 
 
 def check_error(ranks):

@@ -55,6 +55,10 @@ WRONG = {
         [(TRY, TRAIN)],
         "The weights are not numbers (NaN)",
     ),
+    "the batch before, with the labels of this one": (
+        [(TRY, f"    batch = last if batch.isnan().any() else batch\n    last = batch\n{TRAIN}")],
+        "In training step 2, the gradient is not that of the images with their labels",
+    ),
     "both ranks end without an error": (
         [
             (

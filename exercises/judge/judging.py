@@ -382,21 +382,36 @@ def refuse_dependent_draws(draws):
                 other=s,
                 other_batch=m,
             )
-    a, b = (torch.cat([batch.flatten() for batch in of_rank]).double() for of_rank in draws)
+    correlation, shift = largest_correlation(*draws)
+    backwards, _ = largest_correlation(draws[0], [batch.flip(0) for batch in draws[1]])
+    if backwards:
+        refuse("The ranks draw the same random numbers, one of them backwards.")
+    if shift:
+        refuse("The ranks draw the same random numbers, one of them {shift} later.", shift=shift)
+    if correlation:
+        refuse(
+            "The random choices of a rank depend on those of the other: their correlation is"
+            " {correlation:.2f}, and it would be about 0 by chance.",
+            correlation=correlation,
+        )
+
+
+def largest_correlation(first, second):
+    """Return the largest correlation of two lists of tensors, and the shift at which it is.
+
+    (0, 0) if it may be chance.
+    """
+    a, b = (
+        torch.cat([batch.flatten() for batch in of_rank]).double() for of_rank in (first, second)
+    )
     count = len(a)
     a, b = a - a.mean(), b - b.mean()
     product = torch.fft.rfft(a, 2 * count) * torch.fft.rfft(b, 2 * count).conj()
     correlations = torch.fft.irfft(product, 2 * count) / (a.norm() * b.norm())
     place = int(correlations.abs().argmax())
     if not abs(correlations[place]) > SIGMAS / count**0.5:
-        return
-    if shift := min(place, 2 * count - place):
-        refuse("The ranks draw the same random numbers, one of them {shift} later.", shift=shift)
-    refuse(
-        "The random choices of a rank depend on those of the other: their correlation is"
-        " {correlation:.2f}, and it would be about 0 by chance.",
-        correlation=float(correlations[0]),
-    )
+        return 0, 0
+    return float(correlations[place]), min(place, 2 * count - place)
 
 
 def first_difference(ranks):

@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, dataloader
 
 TICK = 0.1  # seconds between two reports of a rank
 SLOW_SAVE = 0.5  # seconds that torch.save takes here; at first there is no file, then an empty one
@@ -214,12 +214,14 @@ class Recorder(TorchDispatchMode):
         replace(torch.autograd, "backward", self.backward)  # which loss.backward() calls
         replace(TensorDataset, "__getitem__", self.read_image)
         replace(DataLoader, "__iter__", self.begin_loader)
+        replace(dataloader._BaseDataLoaderIter, "__next__", self.next_batch)
         for waiting, name in ((Work, "wait"), (Work, "is_completed"), (torch._C.Future, "wait")):
             replace(waiting, name, self.wait)
         replace(torch.futures, "collect_all", self.collect_all)
         replace(_functional_collectives, "wait_tensor", self.wait_tensor)
         replace(threading.Thread, "start", self.start_thread)
         replace(ThreadPoolExecutor, "submit", self.submit)
+        replace(torch.distributed, "reduce", self.reduce)
         replace(torch, "save", self.save)
         replace(torch, "load", self.load)
         replace(os, "kill", self.kill)
@@ -278,6 +280,14 @@ class Recorder(TorchDispatchMode):
             loader.num_workers = 0  # to see which images it reads
         return real(loader)
 
+    def next_batch(self, real, iterator):
+        """Note how many images a loader gives: a batch, or one."""
+        batch = real(iterator)
+        images = next(filter(is_data, tree_leaves(batch)), None)
+        if images is not None:
+            self.add("loaded", len(images) if images.dim() > 1 else 1)
+        return batch
+
     def wait(self, real, work, *args, **kwargs):
         """Note that the program has waited until a collective was complete."""
         result = real(work, *args, **kwargs)
@@ -309,6 +319,14 @@ class Recorder(TorchDispatchMode):
 
     def submit(self, real, pool, function, *args, **kwargs):
         return real(pool, self.seen(function), *args, **kwargs)
+
+    def reduce(self, real, tensor, dst=None, *args, **kwargs):
+        """Reduce a tensor, but leave it as it was on other ranks than dst: gloo may not."""
+        own = tensor.detach().clone()
+        work = real(tensor, dst, *args, **kwargs)
+        if work is None and dst not in (None, torch.distributed.get_rank()):
+            tensor.detach().copy_(own)
+        return work
 
     def collect_all(self, real, futures):
         """Remember which futures a program waits for, if it waits for their collection."""
