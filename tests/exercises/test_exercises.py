@@ -210,6 +210,7 @@ def test_a_killed_rank_is_named_with_its_signal_its_line_and_the_end_of_its_outp
     assert "被 SIGABRT 杀死，最后执行到第" in text_of(answer.sentence, "zh")
     assert answer.output.splitlines()[-1] == "rank 0 | what(): too long"
     lines = timeline.draw(answer.lanes, "en").splitlines()
+    assert int(lines[-2].split()[0]) < 100_000  # ms
     assert "SIGABRT" in lines[-1] and any(re.match(r".{8}●  \d+ broadcast 272 B", x) for x in lines)
 
 
