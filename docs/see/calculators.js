@@ -116,10 +116,11 @@ const KNOBS = {
 const DEFAULTS = Object.fromEntries(Object.values(KNOBS).flatMap((rows) => Object.entries(rows).map(([key, row]) => [key, row[2]])));
 const chosen = { ...DEFAULTS };
 
-// The memory of 7 B is that of tools/fit.py --help; the step times of the GPTs are guesses.
+// ResNet-50 is as in tools/fit.py --arch and on the H200 of docs/performance.md, the memory of 7 B as in
+// tools/fit.py --help. The activations of 124 M and the step times of both GPTs are estimates.
 const PRESETS = {
   fit: {
-    "ResNet-50": { weights: 25.6, activations: 90, batch: 256, gpus: 8, memory: 80 },
+    "ResNet-50": { weights: 25.6, activations: 44, batch: 256, gpus: 8, memory: 80 },
     "GPT 124 M": { weights: 124, activations: 630, batch: 32, gpus: 8, memory: 40 },
     "7 B": { weights: 7000, activations: 900, batch: 4, gpus: 64, memory: 80 },
   },

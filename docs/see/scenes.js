@@ -57,7 +57,7 @@ const SCENES = {
       "fsdp": [" Computation hides {hidden} ms. Each GPU keeps *{kept} MB* of weights, gradients and Adam's state, not {whole} MB as in DDP.", "计算掩盖了 {hidden} 毫秒的通信。每块 GPU 只保存 *{kept} MB* 权重、梯度和 Adam 状态，DDP 则要 {whole} MB。"],
       "model": ["*{end} ms*, no message, no error: {n} GPUs train *{n} different models*.", "*{end} 毫秒*，没有通信，也没有报错：{n} 块 GPU 训练出 *{n} 个不同的模型*。"],
       "hang": ["*It hangs.* Rank 0 waits in a barrier that no other rank calls; the others wait in an all-reduce that rank 0 does not call.", "*卡住了。* rank 0 在 barrier 中等待，其他 rank 没有调用它；其他 rank 在 all-reduce 中等待，rank 0 没有调用它。"],
-      "dies": ["*Rank {last} dies at {at} ms.* The others fail in an all-reduce that it never joins. Seconds later torchrun has started {last} processes from the last checkpoint: this step is lost.", "*rank {last} 在 {at} 毫秒时宕机。* 其他 rank 的 all-reduce 等不到它而出错。几秒后，torchrun 重新启动 {last} 个进程，从最近的检查点继续：这一步白做了。"]
+      "dies": ["*Rank {last} dies at {at} ms.* The others fail in an all-reduce that it never joins. Seconds later torchrun starts the others again, from the last checkpoint: this step is lost.", "*rank {last} 在 {at} 毫秒时宕机。* 其他 rank 的 all-reduce 等不到它而出错。几秒后，torchrun 重新启动其他进程，从最近的检查点继续：这一步白做了。"]
     },
     "states": {
       "read": ["{who} still reads its images. The others do not know it yet.", "{who} 还在读图像，其他 rank 还不知道。"],

@@ -231,17 +231,18 @@ function drawQuestion() {
 // Where a block of a computed step was recorded.
 const RECORDS = {
   read: "step/slow/12", forward: "step/ddp/6", backward: "step/ddp/8", optimizer: "step/ddp/14", wait: "step/slow/19", barrier: "step/hang/24",
+  "fsdp forward": "fsdp/fsdp/7", "fsdp backward": "fsdp/fsdp/24", "fsdp optimizer": "fsdp/fsdp/36", "fsdp wait": "fsdp/fsdp/4",
   all_reduce: "step/ddp/12", all_gather: "fsdp/fsdp/6", reduce_scatter: "fsdp/fsdp/27", restart: "machine/machine/25",
 };
 
 // Say what a block is, and lead to what was recorded there.
 function pick({ rank, kind, of, from, to }) {
-  const [name, option, frame] = RECORDS[kind].split("/");
+  const [name, option, frame] = (RECORDS[`${state.option} ${kind}`] ?? RECORDS[kind]).split("/");
   const { values = {} } = RUNS[name][option].frames[frame].ranks[rank % 2];
   const layers = of ? ` (${say(PAGE.layer)} ${of.join(", ")})` : "";
   const recorded = Object.entries(values).map(([label, value]) => `${say(SCENES[name].labels[label])} ${JSON.stringify(value)}`);
   $("block").textContent = `rank ${rank}: ${say(scene().kinds[kind])}${layers}, ${Math.round(from)}–${Math.round(to)} ms, ${say(PAGE.computed)}. `;
-  $("block").append(`${say(PAGE.recorded)}: ${recorded.join(", ")} `);
+  if (recorded.length) $("block").append(`${say(PAGE.recorded)}: ${recorded.join(", ")}. `);
   make("a", $("block"), { href: `#${name}/${option}/${frame}/${state.language}`, textContent: say(PAGE.see) });
 }
 
@@ -368,7 +369,8 @@ document.onkeydown = (event) => {
   event.preventDefault();
   keys[event.key]();
 };
-window.onresize = () => drawPage();
+let width = innerWidth; // a phone that scrolls changes the height
+window.onresize = () => width !== innerWidth && drawPage((width = innerWidth));
 
 // The address after #: scene/option/place/language/settings
 

@@ -157,8 +157,8 @@ def test_the_calculators_agree_with_fit_and_plan_on_random_settings(page):
         assert page.evaluate("s => scale(s)", s) == pytest.approx(band, rel=1e-4)
         # two simulated steps, whose last rank is late
         layers, bucket = random.randint(1, 9), step_model.BUCKET
-        s = STEP | s | {"ranks": s["gpus"], "layers": layers, "bucket": bucket, "sends": "last"}
-        s |= {"late": {s["gpus"] - 1: 1}, "optimizer": 0}
+        s = STEP | s | {"ranks": s["gpus"], "layers": layers, "bucket": bucket, "optimizer": 0}
+        s["late"] = {s["gpus"] - 1: 1}
         step = step_model.layered_step(3e-3, [Layer(s["gradients"] / layers, 1)] * layers)
         send = functools.partial(step_model.cluster_seconds, devices=s["gpus"], cluster=cluster)
         expected = 2 + 2 * step_model.step_seconds(step, send)
@@ -167,31 +167,29 @@ def test_the_calculators_agree_with_fit_and_plan_on_random_settings(page):
 
 @pytest.mark.slow
 def test_the_commands_of_the_calculators_give_the_numbers_of_the_page(page, monkeypatch, capsys):
-    for k, (name, tool) in enumerate([("fit", fit), ("scale", plan)] * 3):
+    charts = ("fit", fit, ".memory b"), ("scale", plan, "#calculator svg .name")
+    for k, (name, tool, numbers) in enumerate(charts * 3):
         page.goto(f"file://{PAGE}#{name}/-/0/en")
         page.click(f".presets button >> nth={k // 2}")
         page.reload()  # the address holds the settings
         monkeypatch.setattr("sys.argv", page.inner_text("#calculator code").split()[1:])
         tool.main(tool.parse_args())
-        said = capsys.readouterr().out
-        if tool is fit:
-            marks = {"yes": "✓", "no": "✗"}
-            rows = [f"{gb} GB {marks[fits]}" for gb, fits in re.findall(r"([\d.]+) (yes|no)", said)]
-            assert page.locator(".memory b").all_text_contents() == rows
-        else:
-            shown = page.locator("#calculator svg .name").all_text_contents()[2:4]  # of 64 GPUs
-            assert f"efficiency:     {' to '.join(shown)}, " in said
+        said = capsys.readouterr().out.replace("yes", "GB ✓").replace(" no ", " GB ✗ ")
+        shown = page.locator(numbers).all_text_contents()
+        shown = shown if tool is fit else [" to ".join(shown[2:4])]  # of 64 GPUs
+        assert [text for text in shown if text not in said] == []
 
 
 STEP = {"ranks": 2, "machine": 1, "inside": 1e9, "network": 1e9, "layers": 2, "gradients": 24}
 STEP |= {"bucket": 1, "forward": 1e-3, "backward": 2e-3, "optimizer": 0, "steps": 2, "micro": 1}
+STEP |= {"program": "ddp", "sends": "last"}
 SIMULATED = {
-    "step/ddp": ("ddp", {"sends": "last"}),
-    "step/slow": ("ddp", {"sends": "last", "late": {1: 0.4}}),
-    "step/hang": ("ddp", {"sends": "last", "barrier": True}),
-    "step/model": ("ddp", {"sends": "never"}),
-    "fsdp/fsdp": ("fsdp", {"blocking": True, "layers": 3}),
-    "ring/ring": ("ring", {"ranks": 4, "size": 4}),
+    "step/ddp": {},
+    "step/slow": {"late": {1: 0.4}},
+    "step/hang": {"barrier": True},
+    "step/model": {"sends": "never"},
+    "fsdp/fsdp": {"program": "fsdp", "blocking": True, "layers": 3},
+    "ring/ring": {"program": "ring", "ranks": 4, "size": 4},
 }
 
 
@@ -208,17 +206,14 @@ def test_the_simulation_has_the_order_and_the_values_of_a_record(page, scene):
         recorded += [(k, rank, ones[k]) for k in new]
         sent = [ones[k].get("sent") for k in new if ones[k]["kind"] in ("bucket", "wait")]
         wholes = [one["values"]["whole"] for one in ones if one.get("values", {}).get("whole")]
-        values.append([flat(value or wholes.pop(0)) for value in sent if value or wholes])
-        if name == "ring":
-            values[rank] = first["values"]["tensor"]
-    program, settings = SIMULATED[scene]
-    names = ("kind", "to", "source") if name == "ring" else ("kind", "calls")
-    s = STEP | settings | {"values": values}
-    trace = page.evaluate("([program, s]) => trace(program, s)", [program, s])
+        sent = [flat(value or wholes.pop(0)) for value in sent if value or wholes]
+        values.append(first["values"]["tensor"] if name == "ring" else sent)
+    s = STEP | SIMULATED[scene] | {"values": values}
+    trace = page.evaluate("s => trace(s.program, s)", s)
     events = sorted(trace["events"], key=lambda event: event["rank"])
-
-    expected = [(rank, *map(one.get, names)) for _, rank, one in recorded]
-    assert [(e["rank"], *map(e.get, names)) for e in events] == expected
+    names = ("to", "source") if name == "ring" else ("calls",)
+    expected = [(rank, one["kind"], *map(one.get, names)) for _, rank, one in recorded]
+    assert [(e["rank"], e["kind"], *map(e.get, names)) for e in events] == expected
     assert len(trace["stuck"]) == (2 if option == "hang" else 0)
     for event, (number, rank, one) in zip(events, recorded, strict=True):
         of = re.findall(r"\d", str(one.get("of")))
