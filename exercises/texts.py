@@ -13,6 +13,7 @@ FOLDERS = {
 
 # Groups of exercises: {"en": title, "zh": title, "exercises": {number: (minutes, scene)}}
 COURSE = json.loads(Path(__file__).with_name("course.json").read_text(encoding="utf-8"))
+COURSE = [group for group in COURSE if {*map(int, group["exercises"])} & {*FOLDERS}]
 PLACES = {int(n): place for group in COURSE for n, place in group["exercises"].items()}
 
 

@@ -354,6 +354,7 @@ def test_the_first_call_lists_the_exercises_and_creates_the_file_of_the_first(ch
     for number, text in ENGLISH.items():
         assert len(re.findall(rf" {number:2}  [●○]{{3}}  {re.escape(text.title)}\n", out)) == 1
     assert f"─  0 of {len(NUMBERS)}\n" in out and "check.py --watch " in out
+    assert ", 0 minutes" not in out  # of a group that is still empty
     assert "Exercise 1: Sharing the images" in out and ENGLISH[1].task in out
     assert [path.name for path in tmp_path.iterdir()] == [MINE]
     assert (tmp_path / MINE).read_text() == mended(1, [])
