@@ -1,23 +1,19 @@
-"""The errors that docs/troubleshooting.md quotes are those that are printed today: most are
-provoked here.
+"""The errors that docs/troubleshooting.md quotes are those that are printed today: those of one
+process are provoked here.
 
 A block of an entry is what a user would find in a terminal; … in it stands for anything.
 """
 
 import argparse
-import contextlib
 import functools
 import logging
 import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
-import time
 import traceback
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import nbclient
@@ -26,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from launchers import meet, slurm_step, torchrun
-from needs import need
 from processes import ROOT, start
 from ranks import Ranks
 from torch import nn
@@ -34,11 +29,10 @@ from torch.utils.data import WeightedRandomSampler
 
 from common.machine import free_port
 from common.setup_distributed import meet as meet_others
-from common.setup_distributed import setup_device, setup_distributed
+from common.setup_distributed import setup_device
 from ddp.flags import parse_spawn_args
 from imagenet.checks import check_restarts
 from launch.checks.starting import check_start, open_store
-from tools.lab import hosts as hosts_module
 
 PAGE = ROOT / "docs/troubleshooting.md"
 SHORT = timedelta(seconds=1)
@@ -77,13 +71,6 @@ def one_line(text):
 
 def missing_quotes(quotes, printed):
     return [quote for quote in quotes if not pattern(quote).search(one_line(printed))]
-
-
-def texts_of_table(number, part):
-    """The texts in one part of the table of an entry, without those that need another program."""
-    rows = ENTRIES[number].body.partition(f"| **{part}** |")[2].partition("\n| **")[0]
-    cells = re.findall(r"^\| (`[^|]*`) \|(?!.*not provoked)", rows, re.M)
-    return [text.strip("`") for cell in cells for text in cell.split("`, `")]
 
 
 PROVOKED = set()  # the entries that a test provokes
@@ -141,7 +128,7 @@ def raised(*functions):
 def test_every_entry_is_provoked_or_says_why_not():
     wrong = []
     for number, entry in ENTRIES.items():
-        says_why_not = NOT_HERE in entry.body
+        says_why_not = NOT_HERE in entry.body or "**provoked**" in entry.body
         names_a_test = re.search(r"`test_\w+`", entry.body)
         if bool(entry.provoked) != (number in PROVOKED):
             wrong.append(f"entry {number}: its quotes are not provoked")
@@ -150,97 +137,10 @@ def test_every_entry_is_provoked_or_says_why_not():
     assert wrong == []
 
 
-# What takes several processes: tests/helpers/provoke.py makes all mistakes in one run, and names
-# the entry of each
-
-TOGETHER = (1, 2, 5, 8, 17, 19, 20, 22, 23, 71, 72, 74, 80, 82, 86)
-PROVOKED.update(TOGETHER)
-# With fully_shard: quoted with the version of torch and the commit that provoked them
+# With several processes: quoted with the commit that provoked them
+PROVOKED.update({1, 2, 5, 7, 8, 17, 19, 20, 22, 23, 25, 30, 40, 71, 72, 74, 80, 82, 86})
+# With fully_shard, likewise
 PROVOKED.update({59, 60, 61, 62, 63, 64, 66, 67, 68, 88, 89})
-# What other mistakes of an entry print than its quotes
-MORE = {
-    "2: rank 0 alone sums": "exitcode : -6 (pid: ",
-}
-
-
-def sections(text):
-    """What was printed of each mistake, by its name."""
-    parts = re.split(r"^== (.*)\n", text, flags=re.M)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
-
-
-def sections_of(ranks):
-    """What two ranks printed of each mistake, rank 0 first."""
-    assert ranks.wait() == [0, 0], ranks.output(0) + ranks.output(1)
-    texts = {}
-    for rank in range(2):
-        for name, text in sections(ranks.output(rank)).items():
-            texts[name] = texts.get(name, "") + text
-    return texts
-
-
-def assert_silent(texts):
-    """Mistakes that torch does not report, and remedies, have printed no error and no warning."""
-    for name, text in texts.items():
-        if name.startswith(("silent: ", "remedy: ")):
-            assert not re.search("Traceback|Warning", text), f"{name}: {text}"
-
-
-@pytest.fixture(scope="module")
-def provoked(tmp_path_factory):
-    """What two ranks print, and what torchrun prints: {name of a mistake: text}."""
-    folder = tmp_path_factory.mktemp("provoked")
-    ranks = Ranks(folder, 2, [], script="tests/helpers/provoke.py")
-    command = [sys.executable, "tests/helpers/provoke.py", "launchers"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    env.pop("OMP_NUM_THREADS", None)
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    other = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **output)
-    try:
-        texts = sections(other.communicate(timeout=300)[0]) | sections_of(ranks)
-    finally:
-        ranks.end()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(other.pid, signal.SIGKILL)
-    assert_silent(texts)
-    return texts
-
-
-def assert_printed(texts, number):
-    """All that an entry quotes is printed, and each of its mistakes prints some of it."""
-    of_entry = {name: text for name, text in texts.items() if name.startswith(f"{number}: ")}
-    assert_quoted("".join(of_entry.values()), number)
-    for name, text in of_entry.items():
-        quotes = [MORE[name]] if name in MORE else ENTRIES[number].provoked
-        assert len(missing_quotes(quotes, text)) < len(quotes), f"{name}: {text}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", TOGETHER)
-def test_a_mistake_prints_what_its_entry_quotes(provoked, number):
-    assert_printed(provoked, number)
-
-
-@pytest.mark.slow
-def test_the_texts_of_one_line_are_printed(provoked):
-    printed = "".join(provoked.values())
-    texts = texts_of_table(87, "provoked")
-    absent = {text for text in texts if text not in printed}
-    # a lost connection ends in one of two ways
-    assert absent < {"Connection closed by peer", "Connection reset by peer"}, printed
-    assert len(texts) > 10
-
-
-@pytest.mark.slow
-@provokes(40)
-def test_nccl_without_a_gpu_is_refused(provoked, environment):
-    need_no_gpu()
-    plain = functools.partial(
-        dist.init_process_group, "nccl", store=dist.HashStore(), rank=0, world_size=1
-    )
-    return provoked["40: no GPU to count"] + raised(
-        plain, lambda: setup_distributed(backend="nccl")
-    )
 
 
 def need_no_gpu():
@@ -249,41 +149,6 @@ def need_no_gpu():
 
 
 # What has to be a process of its own
-
-
-@pytest.mark.slow
-@provokes(7)
-def test_a_host_whose_name_is_loopback_is_not_reached(monkeypatch):
-    need(hosts_module.missing())
-    with hosts_module.Hosts() as two:
-        # As Debian writes it for the machine's own name; each of the two takes it for itself.
-        Path(two.folder.name, "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 host1 host2\n")
-        command = ["python", "tests/helpers/provoke.py", "join", two.addresses[0]]
-        variables = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
-        ranks = [
-            two.popen(k, *command, k, variables=variables, stderr=subprocess.STDOUT) for k in (0, 1)
-        ]
-        deadline = time.monotonic() + 90
-        while all(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        two.kill(0)  # one of them has been refused, and ended; the other waits longer
-        two.kill(1)
-        printed = [rank.communicate(timeout=300)[0] for rank in ranks]
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    return "".join(printed) + raised(lambda: dist.init_process_group("gloo", **alone))
-
-
-@pytest.mark.slow
-@provokes(25)
-def test_a_small_shared_memory_kills_loader_workers():
-    need(hosts_module.missing())
-    small = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
-    command = ["unshare", "--mount", "sh"]
-    command += ["-c", small, "sh", sys.executable, "tests/helpers/provoke.py", "shared-memory"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    return done.stderr
 
 
 @pytest.mark.slow
@@ -297,30 +162,6 @@ def test_ctrl_c_ends_torchrun_with_a_traceback_of_its_own(tmp_path):
     err = process.communicate(timeout=300)[1]
     assert process.returncode == 1
     return err
-
-
-def without_a_main_guard(folder):
-    spawn = "multiprocessing.get_context('spawn').Process(target=print).start()"
-    (folder / "train.py").write_text(f"import multiprocessing\n{spawn}\n")
-    command = [sys.executable, folder / "train.py"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300).stderr
-
-
-def spawn_a_local_function():
-    def train(rank):
-        pass
-
-    torch.multiprocessing.spawn(train, nprocs=1)
-
-
-@pytest.mark.slow
-@provokes(30)
-def test_what_cannot_be_spawned_or_forked_says_so(provoked, tmp_path):
-    return (
-        raised(spawn_a_local_function)
-        + provoked["30: CUDA in a forked process"]
-        + without_a_main_guard(tmp_path)
-    )
 
 
 SPAWN_IN_A_CELL = """
