@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,15 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, dataloa
 TICK = 0.1  # seconds between two reports of a rank
 SLOW_SAVE = 0.5  # seconds that torch.save takes here; at first there is no file, then an empty one
 
+COMPUTED = {  # operations at which the memory is measured
+    "aten::mm": "product",
+    "aten::addmm": "product",
+    "aten::bmm": "product",
+    "aten::relu": "relu",
+    "aten::threshold_backward": "relu",
+}
+LARGE = 30_000  # bytes: the weights of the exercises that measure, but not their activations
+
 # Collectives as torch's dispatcher names them, for DDP in C++ too, and as people write them
 COLLECTIVES = {
     "allreduce_": "all_reduce",
@@ -50,6 +60,7 @@ COLLECTIVES = {
     "reduce_scatter_": "reduce_scatter",
     "_reduce_scatter_base_": "reduce_scatter",
     "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
     "send": "send",
@@ -79,9 +90,17 @@ class Message(NamedTuple):
     name: str  # as people write it: "all_reduce"
     size: int  # bytes of the tensors that this rank gives
     in_backward: bool  # called while the backward pass ran
-    products: int  # matrix products that the backward pass had computed
+    products: int  # matrix products since the backward pass began, or the one before
     line: int  # of the program
     ranks: tuple  # that take part: those of the group; the sender and the receiver
+
+
+class Computed(NamedTuple):
+    """An operation of which memory is measured before it begins."""
+
+    name: str  # "product" or "relu", forward or backward
+    in_backward: bool
+    held: int  # bytes of all tensors that are at least LARGE
 
 
 class Step(NamedTuple):
@@ -127,15 +146,19 @@ class Recorder(TorchDispatchMode):
         self.program = str(program)
         self.record = Record(rank)
         self.in_backward = False
-        self.products = 0  # matrix products of the backward pass that runs, or ran last
-        self.works = set()  # collectives that the program has waited for
-        self.collected = {}  # future of torch.futures.collect_all() to the futures in it
-        self.old_works = set()  # those before the last training step
+        self.products = 0  # matrix products since the backward pass began that runs, or ran last
+        self.works = weakref.WeakSet()  # collectives that the program has waited for
+        self.collected = (
+            weakref.WeakKeyDictionary()
+        )  # future of torch.futures.collect_all() to the futures in it
+        self.old_works = weakref.WeakSet()  # those before the last training step
         self.depth = 0  # of the modules whose forward pass runs
         self.thread = threading.get_ident()
         self.log = None  # file for the messages: a rank that is killed leaves no record
         self.ddp = None  # of torch, called last
         self.local = threading.local()  # of another thread: the moment at which its work began
+        self.measures = "MEASURES" in os.environ
+        self.storages = {}  # id of a tensor's storage to a weak reference
         self.unwaited = set()  # addresses of the results of functional collectives
 
     def add(self, kind, value=None):
@@ -144,16 +167,24 @@ class Recorder(TorchDispatchMode):
     def line(self):
         """Return the line of the program in which its thread is."""
         frame = sys._current_frames()[self.thread]
-        lines = (n for f, n in traceback.walk_stack(frame) if f.f_code.co_filename == self.program)
-        return next(lines, 0)
+        while frame and frame.f_code.co_filename != self.program:
+            frame = frame.f_back  # not in a variable that stays: a cycle would keep all tensors
+        return frame.f_lineno if frame else 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func.name().partition("::")
         if namespace in ("c10d", FUNCTIONAL) and name in COLLECTIVES:
             self.add_message(name, args)
         if func.name() in ("aten::mm", "aten::addmm", "aten::bmm"):
-            self.products += self.in_backward
+            self.products += 1
+        if self.measures and func.name() in COMPUTED:
+            held = self.held()
+            self.add("computed", Computed(COMPUTED[func.name()], self.in_backward, held))
         result = func(*args, **(kwargs or {}))
+        if self.measures:
+            for tensor in filter(is_data, tree_leaves(result)):
+                storage = tensor.untyped_storage()
+                self.storages[id(storage)] = weakref.ref(storage)
         if namespace == FUNCTIONAL and name in COLLECTIVES:
             self.unwaited |= {x.data_ptr() for x in tree_leaves(result) if is_data(x)}
         elif namespace == FUNCTIONAL and name == "wait_tensor":
@@ -163,6 +194,12 @@ class Recorder(TorchDispatchMode):
                 result.copy_(result.roll(4, dims=-1))  # the first four pixels say the class
             self.record.data = result.clone()
         return result
+
+    def held(self):
+        """Return the bytes of all large tensors that are alive, autograd's too."""
+        alive = [storage() for storage in self.storages.values()]
+        sizes = [storage.nbytes() for storage in alive if storage is not None]
+        return sum(size for size in sizes if size >= LARGE)
 
     def add_message(self, name, args):
         tensors = []
@@ -293,14 +330,19 @@ class Recorder(TorchDispatchMode):
         result = real(work, *args, **kwargs)
         if result is not False:  # of is_completed()
             for one in self.collected.get(work, [work]):
-                is_old = one in self.old_works
-                self.add("old wait" if is_old else "wait", self.stops_backward())
+                if one in self.old_works:
+                    self.add("old wait", self.stops_backward())
+                elif one not in self.works:
+                    self.add("wait", self.stops_backward())
                 self.works.add(one)
         return result
 
     def stops_backward(self):
-        """Return whether the backward pass goes on only after what this thread does now."""
-        return self.in_backward and threading.get_ident() == self.thread
+        """Return whether the backward pass goes on only after what this thread does now.
+
+        None in another thread, which stops nothing.
+        """
+        return self.in_backward if threading.get_ident() == self.thread else None
 
     def wait_tensor(self, real, tensor):
         self.add_wait_for(tensor)
