@@ -179,7 +179,8 @@ function stateAt(m, time) {
   if (now.some((one) => one.stuck)) return [now.every((one) => one.stuck) ? "hang" : "barrier", []];
   if (call?.kind === "all_reduce") return [who("backward").length || who("forward").length ? "hidden" : "exposed", [], call];
   if (call) return [call.kind, [], call];
-  for (const kind of ["wait", "read"]) if (who(kind).length && m.s.ranks > 1) return [kind, who(kind)];
+  if (who("wait").length) return [m.option === "fsdp" ? "absent" : "wait", who("wait")];
+  if (who("read").length && m.s.ranks > 1) return ["read", who("read")];
   if (m.option === "model") return [who("optimizer").length ? "apart" : "unseen", []];
   if (m.option === "fsdp" && !who("optimizer").length) return ["whole", []];
   const sendsLater = (one) => one.kind === "backward" && one.micro + 1 < m.s.micro;

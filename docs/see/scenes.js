@@ -64,6 +64,7 @@ const SCENES = {
       "forward": ["The forward pass: each rank computes with its own images. No message.", "前向传播：各 rank 计算自己的图像，没有通信。"],
       "backward": ["The backward pass, the last layer first. A bucket is sent as soon as it is full on all ranks.", "反向传播，从最后一层开始。一个 bucket 在所有 rank 上都满了，就立即发送。"],
       "whole": ["A full column in the ring is a whole block: this one computes, the next is gathered ahead. All others are parts, a stripe on each rank.", "环中填满的一列是完整的 block：一个正在计算，下一个已提前收集；其余都是分片，每个 rank 一条。"],
+      "absent": ["*Waiting:* {who}. The slowest rank has not made this call yet, and a block is whole only with the parts of all.", "*在等待：*{who}。最慢的 rank 还没有调用，而少了任何一份，block 就不完整。"],
       "adds": ["In no_sync(), nothing is sent: each rank adds up its gradients until the last micro-batch.", "在 no_sync() 中什么也不发送：各 rank 累加自己的梯度，直到最后一个 micro-batch。"],
       "wait": ["*Waiting:* {who}. The slowest rank has not computed these gradients yet, and without them there is no mean.", "*在等待：*{who}。最慢的 rank 还没有算出这些梯度，缺了它就求不出平均值。"],
       "hidden": ["Bucket {bucket} travels while the backward pass computes the next gradients: this communication is *hidden*, it costs no time.", "bucket {bucket} 在传输，同时反向传播在计算后面的梯度：这段通信*被掩盖*，不占时间。"],
