@@ -5,19 +5,6 @@ LOOP = "for step, (batch, labels) in enumerate(loader):\n"
 IMPORT = "from torch.utils.data import DataLoader, TensorDataset"
 
 RIGHT = {
-    "every second image": [
-        (LOADER, "loader = DataLoader(dataset, batch_size=32, sampler=range(rank, 256, 2))")
-    ],
-    "a random split, and one name for the model and DDP": [
-        (IMPORT, "from torch.utils.data import DataLoader, TensorDataset, random_split"),
-        ("ddp = DistributedDataParallel(model)", "model = DistributedDataParallel(model)"),
-        ("ddp(batch)", "model(batch)"),
-        (
-            LOADER,
-            "part = random_split(dataset, [128, 128])[rank]  # all ranks draw the same split\n"
-            "loader = DataLoader(part, batch_size=32, shuffle=True, num_workers=2)",
-        ),
-    ],
     "every second image, and its size and number are printed": [
         (
             LOADER,

@@ -9,15 +9,6 @@ RIGHT = {
         ("ddp = DistributedDataParallel(model)", "model = DistributedDataParallel(model)"),
         ("model.weight", "model.module.weight"),
     ],
-    "gradients averaged by hand": [
-        ("ddp = DistributedDataParallel(model)\n", ""),
-        (
-            BACKWARD,
-            f"{BACKWARD}    for parameter in model.parameters():\n"
-            "        dist.all_reduce(parameter.grad)\n"
-            "        parameter.grad /= dist.get_world_size()\n",
-        ),
-    ],
     "weights averaged after the step": [
         ("ddp = DistributedDataParallel(model)\n", ""),
         (
@@ -31,17 +22,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "nothing": ([], "After training step 1, the weights of the ranks differ"),
-    "weights of rank 0 after the step": (
-        [
-            (
-                STEP,
-                f"{STEP}    for parameter in model.parameters():\n"
-                "        dist.broadcast(parameter.data, src=0)\n",
-            )
-        ],
-        "not those of one process",
-    ),
     "a class of one's own": (
         [
             ("model = nn.Linear(16, 4)", "class Net(nn.Linear):\n    pass\n\n\nmodel = Net(16, 4)"),

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from exercises.judge.judging import check_twice, evaluated, refuse, right_answers, variable
+from exercises.judge.judging import evaluated, refuse, right_answers, variable
 from exercises.judge.runner import OTHER_IMAGES, Setup
 from exercises.sentences import say
 
@@ -12,11 +12,7 @@ IMAGES = 101
 LEAST, MOST = 40, 61  # images of a rank: about half of them
 
 
-def check(*runs):
-    return check_twice(check_images, runs, say("In a second run, with other images"))
-
-
-def check_images(ranks):
+def check_run(ranks):
     correct, total = counted(ranks[0])
     truth = int(right_answers(ranks[0]).sum())
     if all(len(set(evaluated(rank))) == IMAGES for rank in ranks):

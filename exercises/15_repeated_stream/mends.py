@@ -37,10 +37,6 @@ WRONG = {
         [(FOR, f"{INFO}        for number in range(info.id, len(images), info.num_workers):\n")],
         "Each rank trained on all 240 images",
     ),
-    "half of the steps": (
-        [(LOADER, f"{LOADER}import itertools\n"), ("enumerate(loader)", "zip(range(6), loader)")],
-        "Rank 0 trained on each of its 60 images 2 times",
-    ),
     "a batch of one worker is left out": (
         [
             (RANGE, "torch.randperm(240)[rank::world_size].tolist()"),

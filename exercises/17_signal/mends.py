@@ -4,7 +4,6 @@ STOP = "    if stop:\n        break\n"
 VOTE = "    anyone = torch.tensor(int(stop))\n"
 IF_ANYONE = "    if anyone:\n        break\n"
 FORWARD = "    ddp(torch.randn(32, 16)).square().mean().backward()\n"
-END = "dist.barrier()  # then rank 0 would save a checkpoint\n"
 
 RIGHT = {
     "the decision before the step": [
@@ -42,13 +41,6 @@ WRONG = {
     "both processes get a signal": (
         [("    if gets_signal and step == 5:", "    if step == 5:")],
         "The program sent a signal to both ranks",
-    ),
-    "stop when the other rank is gone": (
-        [
-            (FORWARD, f"    try:\n    {FORWARD}    except RuntimeError:\n        break\n"),
-            (END, ""),
-        ],
-        "one rank stopped waiting only because the other one had ended",
     ),
     "a collective that only one rank calls": (
         [

@@ -1,11 +1,10 @@
 """The ranks must train on the mean over all tokens of a step, not on the mean of their means."""
 
-import torch
 from torch import nn
 
 from exercises.judge.judging import (
     batches,
-    check_twice,
+    compared,
     gradients_of,
     images,
     key,
@@ -24,11 +23,7 @@ SENTENCES, TOKENS = 96, 1232
 PADDING, IGNORED = 0, -100
 
 
-def check(*runs):
-    return check_twice(check_tokens, runs, say("With three ranks"))
-
-
-def check_tokens(ranks):
+def check_run(ranks):
     for rank in ranks:
         number_sentences(rank)
     if int((ranks[0].data != PADDING).sum()) != TOKENS:
@@ -49,7 +44,7 @@ def check_tokens(ranks):
                 "After training step {step}, the weights are not those of one process that trains"
                 " on the mean over the tokens of all ranks{reason}.",
                 step=k,
-                reason=why_other_weights(ranks, k, weights[k - 1]),
+                reason=why_other_weights(ranks, k, weights[k - 1], alone),
             )
     return say("the ranks train on the mean over the tokens of all ranks, as one process does.")
 
@@ -79,32 +74,24 @@ def mean_with_padding(model, tokens):
     return losses(model, tokens).mean()
 
 
-def why_other_weights(ranks, k, after):
-    """Return in words which gradient leads to the weights after step k, if it is a known one."""
+def why_other_weights(ranks, k, after, expected):
+    """Return in words which loss leads to the weights after step k, or how its gradient differs."""
     before = values(ranks[0], "before")[k - 1]
-    step = [(x - y) / before.lr for x, y in zip(before.weights, after, strict=True)]
     parts = [batches(rank)[k - 1] for rank in ranks]
     numbers = [number for part in parts for number in part]
-    count = len(ranks)
 
-    def gradients(numbers, loss=mean_over_tokens):
-        return gradients_of(ranks[0], before.weights, numbers, loss=loss)
+    def leads_here(*gradients):
+        """Return whether the mean of these gradients does."""
+        means = [sum(some) / len(gradients) for some in zip(*gradients, strict=True)]
+        weights = [w - before.lr * mean for w, mean in zip(before.weights, means, strict=True)]
+        return same(weights, after, 1e-4)
 
-    expected = gradients(numbers)
-    of_ranks = [gradients(part) for part in parts]
-    if same(step, [sum(of_rank) / count for of_rank in zip(*of_ranks, strict=True)], 1e-4):
+    if leads_here(*[gradients(ranks[0], before, part, mean_over_tokens) for part in parts]):
         return say(": it is the mean of the means of the ranks, whose numbers of tokens differ")
-    if same(step, [gradient / count for gradient in expected], 1e-4):
-        return say(
-            ": the gradient is 1/{count} of what it should be, because DDP divides the sum of the"
-            " ranks by their number",
-            count=count,
-        )
-    if same(step, gradients(numbers, mean_with_padding), 1e-4):
+    if leads_here(gradients(ranks[0], before, numbers, mean_with_padding)):
         return say(": the mean counts the padding too")
-    norm, right = (torch.cat([x.flatten() for x in some]).norm() for some in (step, expected))
-    return say(
-        ". The gradient has norm {norm:.4f}, expected {expected:.4f}",
-        norm=float(norm),
-        expected=float(right),
-    )
+    return compared(ranks, k, after, expected)
+
+
+def gradients(rank, step, numbers, loss):
+    return gradients_of(rank, step.weights, numbers, loss=loss)

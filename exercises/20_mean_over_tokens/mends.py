@@ -29,7 +29,7 @@ RIGHT = {
 WRONG = {
     "DDP divides too": (
         [(LOSS, f"{COUNT}{SUM}    loss = loss / count\n")],
-        "the gradient is 1/2 of what it should be",
+        "The gradient is 0.5 times as large",
     ),
     "by the tokens of the rank": (
         [(LOSS, f"{SUM}    loss = loss / (labels != IGNORED).sum()\n")],

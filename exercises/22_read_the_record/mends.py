@@ -19,10 +19,9 @@ WRONG = {
         [(BARRIER, f"if rank == 2:\n    dist.all_reduce(torch.zeros(2))\n{BARRIER}")],
         "The loss and the accuracy of part 1 are 2.3030 and 1.3657; expected 2.3030 and 0.0000",
     ),
-    "no answers": ([(EARLY, "")], "The program is right now, but skipping_rank is None"),
     "the line of the last call": (
         [ANSWERS[0], ("skipped_line = None", "skipped_line = 66"), (EARLY, "")],
-        "The program is right now, but skipped_line is 66",
+        "not the answers, rank 2 and line 66",
     ),
     "each rank evaluates all images": (
         [*ANSWERS, ("list(range(begin + rank, end, world_size))", "list(range(begin, end))")],

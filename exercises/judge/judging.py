@@ -4,6 +4,7 @@ The check of each exercise is check.py in its folder, with
 
     check(*runs)    runs[k] holds the Records of the ranks of SETUPS[k]. Calls refuse() if the
                     program is not yet right; else it returns a Sentence that says what it saw
+    check_run(ranks)    in place of it, to check each run alike
     SETUPS          how to start the program, if not once with two ranks
     MAY_FAIL        True if a program that ends with an error may be right
 """
@@ -67,7 +68,7 @@ def judge(exercise, program, results, folder):
             variables = starts[k].environment if k else {}
             may_fail = getattr(module, "MAY_FAIL", False)
             refuse_what_did_not_end(result, runs[k], program, may_fail, variables)
-        return True, module.check(*runs), output
+        return True, check_runs(module, starts, runs), output
     except Refused as refused:
         return False, refused.args[0], output
     except Exception as error:  # a program may put anything into its variables
@@ -88,6 +89,19 @@ def lanes(exercise, results, folder):
         return [timeline.acts(rank) for rank in read_records(Path(folder, str(run)), count)]
     except Exception:  # a program may do anything: judge() says what
         return []
+
+
+def check_runs(module, starts, runs):
+    """Return the Sentence of the check of an exercise for its first run, if all runs pass."""
+    if hasattr(module, "check"):
+        return module.check(*runs)
+    sentence = module.check_run(runs[0])
+    for setup, ranks in zip(starts[1:], runs[1:], strict=True):
+        try:
+            module.check_run(ranks)
+        except Refused as refused:
+            refuse("{run}: {sentence}", run=setup.run, sentence=refused.args[0])
+    return sentence
 
 
 def load_check(exercise):
@@ -262,23 +276,6 @@ def describe_error(rank):
     message = re.sub(r"\[\S+\.cc:\d+\] ", "", message).strip().rstrip(".:")
     message = textwrap.shorten(message, 160, placeholder=" ...")
     return f"{kind}: {message}" if message else kind
-
-
-def check_twice(check, runs, second_run):
-    """Return the Sentence of check(ranks) for the first run, if it also passes the second one.
-
-    Args:
-        check: a function.
-        runs: two.
-        second_run: a Sentence that says how it differs, for an answer.
-    """
-    first, second = runs
-    sentence = check(first)
-    try:
-        check(second)
-    except Refused as refused:
-        refuse("{run}: {sentence}", run=second_run, sentence=refused.args[0])
-    return sentence
 
 
 # What a rank did

@@ -39,18 +39,19 @@ class Setup(NamedTuple):
     local_ranks: tuple = (0, 1)  # of each rank: (0, 1, 0, 1) acts as two machines
     environment: dict = {}  # noqa: RUF012  more variables
     program: str = ""  # in the folder of the exercise, to compare with; "": the reader's
+    run: Sentence | str = ""  # how the run differs from the first one, for an answer
 
 
 # The program again, for random numbers that follow from the time or the process: a day, an hour, a
 # minute and a second later
 LATER = Setup(environment={"LATER": 90061})
-THREE_RANKS = Setup(local_ranks=(0, 1, 2), environment={"WORLD_SIZE": 3})
+THREE_RANKS = Setup((0, 1, 2), {"WORLD_SIZE": 3}, run=say("With three ranks"))
 ODD_MODEL = Setup(local_ranks=(0, 1, 2), environment={"WORLD_SIZE": 3, "ODD_MODEL": 1})
 # The program again on four ranks, in exercises that measure the memory
 MEASURED = Setup(environment={"MEASURES": 1})
 FOUR_MEASURED = Setup(local_ranks=(0, 1, 2, 3), environment={"WORLD_SIZE": 4, "MEASURES": 1})
 # The program again, with other images, for a result that is written in it
-OTHER_IMAGES = Setup(environment={"OTHER_IMAGES": 1})
+OTHER_IMAGES = Setup(environment={"OTHER_IMAGES": 1}, run=say("In a second run, with other images"))
 
 
 class Rank:
