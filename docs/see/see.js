@@ -191,7 +191,7 @@ function drawComputed() {
   $("note").replaceChildren();
   write($("note"), say(scene().states[name], { who: namesOf(ranks), bucket: call?.label }));
   const now = diagram.blocks.filter(during(diagram, state.at));
-  const does = (rank, kinds) => now.some((one) => one.rank === rank && kinds.split(" ").includes(one.kind));
+  const does = (rank, kinds) => now.some((one) => one.rank === rank && kinds.split(" ").includes(one.line ?? one.kind));
   const lines = programOf(state.option, chosen.micro);
   drawCode(lines.map(([text, kinds]) => ({ text, ranks: diagram.ranks.filter((rank) => does(rank, kinds)) })));
   drawStepRing($("ring"), diagram, state.at);

@@ -156,7 +156,7 @@ function* fsdpProgram(rank, s) {
     for (let block = 1; block <= s.layers; block++) {
       gathered[block] ??= yield* start("all_gather", block);
       if (!s.blocking && block < s.layers) gathered[block + 1] = yield* start("all_gather", block + 1);
-      if (!s.blocking) yield { wait: [gathered[block]], micro };
+      if (!s.blocking) yield { wait: [gathered[block]], micro, line: "forward" };
       yield { kind: "forward", compute: s.forward / s.layers, micro, of: [block], event: "compute" };
       delete gathered[block];
     }
