@@ -4,8 +4,6 @@ turn, --repeats times, and ratios compare runs that follow each other.
     python tools/bench.py images --arch resnet50 --amp bf16 --channels-last
         bare       forward, backward and optimizer step, always on the same batch
         dummy      06_imagenet.py --dummy: all of the script except reading images
-        example    a loop as PyTorch's ImageNet example has it (pytorch/examples, imagenet/main.py):
-                   one batch in pinned memory, loss and accuracy read in each step; not by default
     python tools/bench.py text --amp bf16
         plain      a loop as nanoGPT has it (karpathy/nanoGPT, train.py), with the model of 08: no
                    process group, AdamW, autocast with --amp
@@ -42,7 +40,6 @@ from imagenet.model import build_model
 from tools.records import ROOT, group, pick_device, ratios, spread
 
 RUNS = {"images": ("bare", "dummy"), "text": ("plain", "compiled", "08")}
-OTHERS = ("example",)
 SCRIPTS = {"dummy": "06"}
 SPEEDS = {"images": "images_per_second", "text": "tokens_per_second"}
 SIZES = ("layers", "heads", "width", "context")  # of the model of 08
@@ -53,7 +50,7 @@ def parse_args():
     add = parser.add_argument
     positive = whole_number(1)
     add("kind", choices=RUNS, help="what to train on")
-    add("--runs", nargs="+", choices=sum(RUNS.values(), OTHERS), metavar="RUN", help="see above")
+    add("--runs", nargs="+", choices=sum(RUNS.values(), ()), metavar="RUN", help="see above")
     add("--steps", type=whole_number(20), default=40, metavar="N", help="steps of each run")
     add("--repeats", type=positive, default=5, metavar="N", help="runs of each kind")
     add("--log-file", type=output_file, metavar="FILE", help="append one JSON line per run to FILE")
@@ -190,26 +187,19 @@ def prepare(args):
         return [draw_windows(args) for _ in range(args.steps)], text_step(args)
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
     targets = torch.randint(1000, (args.batch_size,))
-    if args.inside == "bare":
-        layout = torch.channels_last if args.channels_last else torch.contiguous_format
-        device = pick_device()
-        pair = images.to(device, memory_format=layout), targets.to(device)
-        return [pair] * args.steps, bare_step(args)
-    return [pinned(images, targets)] * args.steps, example_step(args)
-
-
-def pinned(*tensors):
-    """Return tensors in pinned memory, from which a GPU copies while it computes."""
-    if pick_device().type == "cpu":
-        return tensors
-    return tuple(tensor.pin_memory() for tensor in tensors)
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    pair = images.to(pick_device(), memory_format=layout), targets.to(pick_device())
+    return [pair] * args.steps, bare_step(args)
 
 
 def bare_step(args):
     """Return the training step of 06 alone."""
     device = pick_device()
     torch.backends.cudnn.benchmark = True
-    model = image_model(args, device)
+    args.deterministic = False  # as in the run of 06
+    size = (args.image_size, args.image_size)
+    dataset = SimpleNamespace(channels=3, image_size=size, num_classes=1000)
+    model = build_model(args, dataset).to(device)
     if args.compile:
         model.compile()
     criterion = nn.CrossEntropyLoss()
@@ -230,37 +220,6 @@ def bare_step(args):
     return step
 
 
-def example_step(args):
-    """Return a training step as PyTorch's ImageNet example has it."""
-    device = pick_device()
-    args.channels_last = False
-    model = image_model(args, device)
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
-
-    def step(images, targets):
-        images = images.to(device, non_blocking=True)
-        targets = targets.to(device, non_blocking=True)
-        with torch.autocast(device.type, AMP_DTYPES[args.amp], enabled=args.amp != "none"):
-            outputs = model(images)
-            loss = criterion(outputs, targets)
-        right = outputs.topk(5).indices == targets[:, None]
-        _ = loss.item(), right[:, 0].float().mean().item(), right.float().sum(1).mean().item()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def image_model(args, device):
-    """Return the model of 06, on the device."""
-    args.deterministic = False  # as in the run of 06
-    size = (args.image_size, args.image_size)
-    dataset = SimpleNamespace(channels=3, image_size=size, num_classes=1000)
-    return build_model(args, dataset).to(device)
-
-
 def sizes(args):
     """Return the sizes of the model of 08."""
     return {name: getattr(args, name) for name in SIZES}
@@ -269,7 +228,8 @@ def sizes(args):
 def draw_windows(args):
     """Return int64 tokens and targets (windows, context) at random places of a text."""
     text = torch.randint(VOCABULARY, (args.batch_size, args.context + 1))
-    return pinned(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    pair = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    return pair if pick_device().type == "cpu" else tuple(tokens.pin_memory() for tokens in pair)
 
 
 def text_step(args):

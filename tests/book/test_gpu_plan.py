@@ -186,7 +186,7 @@ def test_a_rehearsal_on_a_pretend_accelerator(without_other_packages, tmp_path):
     for name, text in (
         ("rungs", "passed: done: test accuracy"),
         ("waits", "no answer: 3 skipped"),  # they need a GPU
-        ("resnet50", rf"passed: 06: \d+ img/s, {ratio} bare, {ratio} example"),
+        ("resnet50", rf"passed: 06: \d+ img/s, {ratio} bare"),
         ("cifar10", "passed: done: top-1"),
     ):
         assert re.search(text, said[name]), said[name]

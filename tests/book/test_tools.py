@@ -75,7 +75,7 @@ def test_the_demo_refuses_fewer_images_than_its_processes_can_train_on(monkeypat
 
 IMAGES = ["images", "--arch=small_net", "--image-size=32", "--batch-size=8", "--runs"]
 LOOPS = {
-    "06": [*IMAGES, "bare", "dummy", "example"],
+    "06": [*IMAGES, "bare", "dummy"],
     "08": ["text", "--layers=1", "--width=16", "--batch-tokens=256", "--runs", "plain", "08"],
 }
 
