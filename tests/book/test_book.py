@@ -27,7 +27,6 @@ from rungs import ALL_SCRIPTS, parse
 from torch.distributed.run import get_args_parser
 
 from imagenet.signals import EXIT_REQUEUE
-from tools import steps
 from tools.book import book, chinese, comments
 from tools.book.pages import SEE_LINK, chinese_pages
 from tools.book.tables import OTHER_FLAGS, published_on_gpus, speeds
@@ -259,20 +258,6 @@ def test_what_the_tables_of_other_scripts_say_to_type_is_taken(monkeypatch):
             if group_name == "06" and not row.get("here", "").startswith("data/"):
                 words.append("data/imagenet")
             parse(monkeypatch, OURS[group_name], *words)
-
-
-def test_the_readme_names_the_size_of_each_script():
-    """Those that are no step from another script within a tenth."""
-    text = (ROOT / "README.md").read_text()
-    for script in ALL_SCRIPTS:
-        (row,) = re.findall(rf"^\| \[`{script}`\].*", text, re.M)
-        if script in steps.STEPS:
-            added, removed = steps.size(script)
-            size = f"+{added} -{removed} on `{steps.STEPS[script].parent[:2]}`"
-            assert f"| {size} |" in row, row
-        else:
-            lines = int(re.search(r"\| about (\d+) lines \|", row)[1])
-            assert len(steps.read(script)) == pytest.approx(lines, rel=0.1), row
 
 
 # Commands are taken
