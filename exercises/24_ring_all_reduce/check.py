@@ -1,10 +1,10 @@
 """Each rank must end with the sum, and send 2 (n - 1) / n of the tensor, without a collective."""
 
 from exercises.judge.judging import NUMBER, refuse, values, variable
-from exercises.judge.runner import THREE_RANKS, Setup
+from exercises.judge.parts import refuse_forgotten_messages
+from exercises.judge.runner import FOUR_RANKS, THREE_RANKS
 from exercises.sentences import joined, say
 
-FOUR_RANKS = Setup(local_ranks=(0, 1, 2, 3), environment={"WORLD_SIZE": 4})
 SETUPS = [THREE_RANKS, FOUR_RANKS]
 
 
@@ -40,15 +40,7 @@ def refuse_wrong_sum(rank, total, count):
             rank=rank.rank,
             kept=int(result.eq(variable(rank, "before")).sum()),
         )
-    missing = len(values(rank, "message")) - len(values(rank, "wait"))
-    if missing > 0:
-        refuse(
-            "With {count} ranks, rank {rank} does not wait for {missing} of its messages: a tensor"
-            " may still be sent when it changes.",
-            count=count,
-            rank=rank.rank,
-            missing=missing,
-        )
+    refuse_forgotten_messages(rank)
 
 
 def refuse_many_bytes(ranks):

@@ -36,7 +36,8 @@ WHOLE = """\
         passed_on = received
 """
 BLOCKING = RING.replace("work = dist.isend", "dist.send").replace("        work.wait()\n", "")
-NO_WAIT = RING.replace("        work.wait()\n", "")
+# The works live on: what becomes of a message without its work is chance
+NO_WAIT = f"    works = []\n{RING}".replace("work.wait()", "works.append(work)")
 
 RIGHT = {"each part to the rank that sums it": [(HERE, DIRECT)]}
 

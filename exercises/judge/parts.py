@@ -55,12 +55,30 @@ def plain_model():
     torch.manual_seed(0)
     layers = []
     for sizes in LAYERS:
-        layers += [nn.Linear(*sizes, bias=False, device="meta").to_empty(device="cpu"), nn.ReLU()]
-        nn.init.kaiming_uniform_(layers[-2].weight)
+        layers += [linear(*sizes), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
-def refuse_other_outputs(ranks, model):
+def linear(inputs, outputs):
+    """Return a layer that needs no other random numbers than the programs do."""
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
+    nn.init.kaiming_uniform_(layer.weight)
+    return layer
+
+
+def train_whole(model, data):
+    """Train a model as one process would, and return the gradients of the first step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = None
+    for batch in data.split(32):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch), classes(batch)).backward()
+        first = first or [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+    return first
+
+
+def refuse_other_outputs(ranks, model, why=None):
     """Refuse outputs of the trained model that are not those of one process.
 
     Not bit for bit: the sum over a batch has another order if ranks share it.
@@ -68,16 +86,10 @@ def refuse_other_outputs(ranks, model):
     Args:
         ranks: Records.
         model: as one process has it before the training.
+        why: why(ranks, gradients of the first step) gives a reason.
     """
-    data = ranks[0].data
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first = None  # gradients of the first step
-    for batch in data.split(32):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(batch), classes(batch)).backward()
-        first = first or [parameter.grad.clone() for parameter in model.parameters()]
-        optimizer.step()
-    expected = model(data).detach()
+    first = train_whole(model, ranks[0].data)
+    expected = model(ranks[0].data).detach()
     for rank in ranks:
         outputs = variable(rank, "outputs")
         if not torch.allclose(outputs, expected, rtol=0, atol=1e-4):
@@ -87,8 +99,20 @@ def refuse_other_outputs(ranks, model):
                 count=len(ranks),
                 rank=rank.rank,
                 size=float((outputs - expected).abs().max()),
-                reason=why_other_weights(ranks, first),
+                reason=(why or why_other_weights)(ranks, first),
             )
+
+
+def refuse_forgotten_messages(rank):
+    """Refuse a rank that does not wait for all of its messages."""
+    missing = len(values(rank, "message")) - len(values(rank, "wait"))
+    if missing > 0:
+        refuse(
+            "Rank {rank} does not wait for {missing} of its messages: a tensor may still be sent"
+            " when it changes.",
+            rank=rank.rank,
+            missing=missing,
+        )
 
 
 def first_step(rank):

@@ -46,10 +46,11 @@ class Setup(NamedTuple):
 # minute and a second later
 LATER = Setup(environment={"LATER": 90061})
 THREE_RANKS = Setup((0, 1, 2), {"WORLD_SIZE": 3}, run=say("With three ranks"))
+FOUR_RANKS = Setup(local_ranks=(0, 1, 2, 3), environment={"WORLD_SIZE": 4})
 ODD_MODEL = Setup(local_ranks=(0, 1, 2), environment={"WORLD_SIZE": 3, "ODD_MODEL": 1})
 # The program again on four ranks, in exercises that measure the memory
 MEASURED = Setup(environment={"MEASURES": 1})
-FOUR_MEASURED = Setup(local_ranks=(0, 1, 2, 3), environment={"WORLD_SIZE": 4, "MEASURES": 1})
+FOUR_MEASURED = FOUR_RANKS._replace(environment={"WORLD_SIZE": 4, "MEASURES": 1})
 # The program again, with other images, for a result that is written in it
 OTHER_IMAGES = Setup(environment={"OTHER_IMAGES": 1}, run=say("In a second run, with other images"))
 
