@@ -2,7 +2,6 @@
 
 BACKWARD = "    loss.backward()\n"
 STEP = "    optimizer.step()\n"
-LOADER = "loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))"
 
 RIGHT = {
     "one name for the model and DDP": [
@@ -28,10 +27,6 @@ WRONG = {
             ("model(batch)", "ddp(batch)"),
         ],
         "I cannot read the variable `model` in another process",
-    ),
-    "all images on both ranks": (
-        [(LOADER, "loader = DataLoader(dataset, batch_size=32)")],
-        "Each rank trained on all 256 images",
     ),
     "gradients summed": (
         [

@@ -22,10 +22,6 @@ WRONG = {
         [(DEVICE, 'device = torch.device("cuda", rank % 2)')],
         "With 3 processes on a machine, ranks 0 and 2 share cuda:0",
     ),
-    "a GPU without a number": (
-        [(DEVICE, 'device = torch.device("cuda")')],
-        "Rank 0 chose cuda; I expected a GPU with its number",
-    ),
     "only two of the GPUs are visible": (
         [(DEVICE, f'os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"\n{DEVICE}')],
         "shows 2 GPUs",

@@ -16,14 +16,6 @@ WRONG = {
         [(REDUCE, "")],
         "the answers of rank 0 alone; both ranks together have 27",
     ),
-    "the sum is for the other rank": (
-        [(f"if rank == 0:\n{REDUCE}", "dist.reduce(correct, dst=1)\nif rank == 0:\n")],
-        "the answers of rank 0 alone; both ranks together have 27",
-    ),
-    "no barrier": (
-        [("dist.barrier()  # the real program would train on\n", "")],
-        "Rank 0 waited for another rank in line 27, `dist.all_reduce(correct)`, but rank 1 has",
-    ),
     "all images on each rank": (
         [(MINE, "mine = range(len(images))"), (REDUCE, "")],
         "Rank 0 evaluated 100 images and rank 1 100",

@@ -33,10 +33,6 @@ WRONG = {
         [("shuffle=False", "shuffle=False, drop_last=True")],
         "not evaluated: 1 of 101",
     ),
-    "the number of images, whatever was counted": (
-        [(TOTAL, "total = torch.tensor(len(dataset))\n")],
-        "image 0 was evaluated twice",
-    ),
     "all images on rank 0": (
         [(SAMPLER, "sampler = range(len(dataset)) if rank == 0 else []")],
         "Rank 0 evaluated 101 images and rank 1 0",

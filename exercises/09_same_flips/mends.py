@@ -1,7 +1,6 @@
 """Mends of exercise 9, right and wrong."""
 
 MODEL = "model = nn.Sequential"
-FLIPS = "flips = []  # of each batch: which images are flipped\n"
 LOOP = "for batch, labels in loader:\n"
 FLIP = "    flip = torch.rand(len(batch)) < 0.5\n"
 
@@ -32,16 +31,5 @@ WRONG = {
     "rank 1 flips backwards": (
         [(FLIP, f"{FLIP}    flip = flip.flip(0) if rank else flip\n")],
         "The ranks draw the same random numbers, one of them backwards",
-    ),
-    "no seed": (
-        [(FLIPS, f"torch.seed()\n{FLIPS}")],
-        "In a second run, rank 0 flips other images",
-    ),
-    "the same images on both ranks": (
-        [
-            ("sampler=DistributedSampler(dataset)", "sampler=range(128)"),
-            (FLIPS, f"torch.manual_seed(rank)\n{FLIPS}"),
-        ],
-        "images were trained on several ranks",
     ),
 }

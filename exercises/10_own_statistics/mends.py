@@ -2,7 +2,6 @@
 
 EVAL = "model.eval()\n"
 FORWARD = "model(images[mine])"
-LOADER = "loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))"
 
 RIGHT = {
     "evaluate the DDP object, which copies the statistics": [(FORWARD, "ddp(images[mine])")],
@@ -25,9 +24,5 @@ WRONG = {
     "statistics summed": (
         [(EVAL, f"{EVAL}for buffer in model.buffers():\n    dist.all_reduce(buffer)\n")],
         "but not one that the training has collected",
-    ),
-    "all ranks train on the same images": (
-        [(LOADER, "loader = DataLoader(dataset, batch_size=32)")],
-        "Each rank trained on all 256 images",
     ),
 }

@@ -18,10 +18,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "the model, but from both ranks": (
-        [(SAVE, "torch.save(ddp.module.state_dict(), path)\n")],
-        "Both ranks wrote a file",
-    ),
     "the prefix is removed by the reader": (
         [
             (SAVE, f"if rank == 0:\n    {SAVE}dist.barrier()\n"),

@@ -21,7 +21,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "nothing": ([], "8 messages with 2,176 bytes for 2 training steps"),
     "never an exchange": (
         [(FORWARD + BACKWARD, f"    with ddp.no_sync():\n    {FORWARD}    {BACKWARD}")],
         "After training step 1, the weights of the ranks differ",
@@ -29,13 +28,6 @@ WRONG = {
     "larger batches": (
         [("ACCUMULATE = 4", "ACCUMULATE = 1"), (LOADER, LOADER.replace("16", "64"))],
         "A forward pass had 64 images",
-    ),
-    "the same images on both ranks, and no exchange": (
-        [
-            ("DistributedSampler(dataset)", "DistributedSampler(dataset, rank=0)"),
-            (FORWARD, FORWARD.replace("ddp", "model")),
-        ],
-        "All ranks trained on the same images",
     ),
     "no_sync for the backward pass only": (
         [(BACKWARD, f"    with ddp.no_sync():\n    {BACKWARD}")],

@@ -37,13 +37,6 @@ WRONG = {
         [(FOR, f"{INFO}        for number in range(info.id, len(images), info.num_workers):\n")],
         "Each rank trained on all 240 images",
     ),
-    "a batch of one worker is left out": (
-        [
-            (RANGE, "torch.randperm(240)[rank::world_size].tolist()"),
-            ("    loss = nn", "    if step % 2:\n        continue\n    loss = nn"),
-        ],
-        "Rank 0 trained on 120 images, but its workers read 240",
-    ),
     "for two ranks only": (
         [(FOR, f"{INFO}        for number in range(rank + 2 * info.id, len(images), 4):\n")],
         "With three ranks: 119 images were trained on several ranks",

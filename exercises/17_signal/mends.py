@@ -38,10 +38,6 @@ WRONG = {
         [(STOP, "    if step == 5:\n        break\n")],
         "Without a signal, the ranks took 5 and 5 training steps",
     ),
-    "both processes get a signal": (
-        [("    if gets_signal and step == 5:", "    if step == 5:")],
-        "The program sent a signal to both ranks",
-    ),
     "a collective that only one rank calls": (
         [
             (

@@ -45,17 +45,9 @@ WRONG = {
         [(PRINT, f"{PRINT}        raise SystemExit(0)\n")],
         "Rank 1 ended as if all was well",
     ),
-    "the damage is removed from the program": (
-        [('images[48] = float("nan")  # a damaged image\n', "")],
-        "Image 48 is not damaged any more",
-    ),
     "the damaged image is trained": (
         [(TRY, TRAIN)],
         "The weights are not numbers (NaN)",
-    ),
-    "the batch before, with the labels of this one": (
-        [(TRY, f"    batch = last if batch.isnan().any() else batch\n    last = batch\n{TRAIN}")],
-        "In training step 2, the gradient is not that of the images with their labels",
     ),
     "both ranks end without an error": (
         [

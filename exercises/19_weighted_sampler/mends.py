@@ -32,10 +32,6 @@ WRONG = {
         [(SAMPLER, f"torch.manual_seed(rank)\n{SAMPLER}")],
         "the ranks trained on 192 images together",
     ),
-    "unrelated draws of half the size": (
-        [("(weights, 96,", "(weights, 48,"), (EPOCH, f"torch.manual_seed(rank)\n{EPOCH}")],
-        "In epoch 0, the ranks trained on 96 images together, 67 of them different",
-    ),
     "one draw for both epochs": (
         [(SAMPLER, f"drawn = list({DRAW})\n"), ("=sampler)", "=drawn[rank::world_size])")],
         "Both epochs train on the same images",

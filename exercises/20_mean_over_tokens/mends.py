@@ -31,10 +31,6 @@ WRONG = {
         [(LOSS, f"{COUNT}{SUM}    loss = loss / count\n")],
         "The gradient is 0.5 times as large",
     ),
-    "by the tokens of the rank": (
-        [(LOSS, f"{SUM}    loss = loss / (labels != IGNORED).sum()\n")],
-        "it is the mean of the means of the ranks",
-    ),
     "padding counts": (
         [(LOSS, f"{SUM}    loss = loss / labels.numel()\n")],
         "the mean counts the padding too",

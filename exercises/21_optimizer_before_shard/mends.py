@@ -21,11 +21,4 @@ WRONG = {
         [(OPTIMIZER + SHARD, f"{SHARD}{OPTIMIZER.replace('model.', 'model[0].')}")],
         "trains 272 numbers of 676",
     ),
-    "the same images": (
-        [
-            (OPTIMIZER + SHARD, SHARD + OPTIMIZER),
-            ("DistributedSampler(dataset)", "DistributedSampler(dataset, rank=0)"),
-        ],
-        "All ranks trained on the same images",
-    ),
 }

@@ -23,8 +23,4 @@ WRONG = {
         [ANSWERS[0], ("skipped_line = None", "skipped_line = 66"), (EARLY, "")],
         "not the answers, rank 2 and line 66",
     ),
-    "each rank evaluates all images": (
-        [*ANSWERS, ("list(range(begin + rank, end, world_size))", "list(range(begin, end))")],
-        "each should take its own",
-    ),
 }

@@ -58,10 +58,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "messages begin later, without waiting": (
-        [(THREE, SEND), (FOUR, FOUR.replace("flat in", "flat, _ in"))],
-        "does not wait for 3 of them",
-    ),
     "waits in the hook": (
         [
             *ALL[:2],

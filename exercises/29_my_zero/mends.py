@@ -10,11 +10,6 @@ SHARES = """\
         mine = self.parts[dist.get_rank()]
         self.optimizer = torch.optim.SGD(mine, lr=lr, momentum=momentum)
 """
-COPY = """\
-        for owner, part in enumerate(self.parts):
-            for parameter in part:
-                dist.broadcast(parameter.data, src=owner)
-"""
 
 RIGHT = {
     "a part of one long vector": [
@@ -56,13 +51,6 @@ WRONG = {
             )
         ],
         "ZeroRedundancyOptimizer of torch does this already",
-    ),
-    "two parts, whatever the number of ranks": (
-        [
-            (OPTIMIZER, SHARES.replace("dist.get_world_size()", "2")),
-            (STEP, f"{STEP}{COPY}"),
-        ],
-        "failed, in the run with WORLD_SIZE=3, ODD_MODEL=1",
     ),
     "an optimizer for each parameter, on both ranks": (
         [
