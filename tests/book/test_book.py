@@ -113,53 +113,6 @@ def test_a_changed_english_sentence_is_named_and_a_warning_for_a_contributor(tmp
     assert [end.returncode for end in ends] == [0, 2]
 
 
-def test_a_chinese_page_that_reads_as_a_translation_is_refused_with_the_limit(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(chinese, "ROOT", tmp_path)
-    page = tmp_path / "page.md"
-    page.write_text(
-        "- **单机**：可以\n- **多机**，不行\n\n卡住，因为没有同步。\n\n失败，因为超时。\n"
-    )
-    label, *reasons = chinese.style(page)
-    assert label == "page.md:2: expected a full-width colon after the label: '**多机**，不行'"
-    assert [reason.partition(": ")[0] for reason in reasons] == ["page.md:4", "page.md:6"]
-    assert "，因为: 2 times, expected at most 1 (5 in 10,000)" in reasons[0]
-
-
-def test_a_chinese_page_with_an_unwanted_word_is_refused_by_name(monkeypatch, tmp_path):
-    """As if the title of a page were such a word."""
-    title, *_ = (ROOT / "docs/zh/kaggle.md").read_text().splitlines()
-    terms = tmp_path / "terms.json"
-    terms.write_text(json.dumps({title: "a better one"}))
-    monkeypatch.setattr(chinese, "TERMS", terms)
-    found = f"docs/zh/kaggle.md:1: {title}: expected a better one, as docs/zh/terms.json says"
-    assert found in chinese.unwanted_words()
-
-
-def test_a_translation_that_has_not_changed_is_noted_only_if_somebody_says_so(
-    monkeypatch, tmp_path, capsys
-):
-    """As if two English passages of a page had changed since their translations were looked at."""
-    file = tmp_path / "in_step.json"
-    page = ROOT / "docs/zh/kaggle.md"
-    name = "docs/zh/kaggle.md"
-    monkeypatch.setattr(chinese, "HASHES", file)
-    noted = json.loads((ROOT / "docs/zh/in_step.json").read_text())
-    file.write_text(json.dumps({name: noted[name][2:]}))
-    with pytest.raises(
-        SystemExit, match=r"and the Chinese has not: docs/zh/kaggle\.md:1, .*--same"
-    ):
-        chinese.done(page)
-    chinese.done(page, line=1, same=True)
-    assert json.loads(file.read_text()) == {name: [noted[name][0], *noted[name][2:]]}
-    with pytest.raises(SystemExit, match="no stale passage begins at"):
-        chinese.done(page, line=1, same=True)
-    chinese.done(page, same=True)
-    assert json.loads(file.read_text()) == {name: noted[name]}
-    assert capsys.readouterr().out.count(name) == 2
-
-
 def test_code_with_chinese_comments_is_the_same_program():
     for path in chinese.quoted_files():
         translated = "\n".join(comments.read(path))

@@ -10,12 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from imagenet_runs import final, parse_06, script
+from imagenet_runs import final, parse_06
 from rungs import flags as shared_flags
 from rungs import parse
 
-from common.flags import output_file
 from ddp.flags import parse_ddp_args, parse_spawn_args
 from fsdp.flags import parse_fsdp_args
 
@@ -141,45 +139,7 @@ def test_06_waits_for_a_missing_rank_until_its_timeout(train):
     assert re.search(r"error: lost another rank \(.*(2000ms|timeout)", ranks.output())
 
 
-def timeout_of(group):
-    """The seconds that the collectives of a process group of gloo wait."""
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-
-class Reached(Exception):
-    """The process groups exist now."""
-
-
-def test_both_groups_of_06_have_its_timeout(environment, monkeypatch):
-    timeouts = []
-
-    def new_group(backend, timeout, original=dist.new_group):
-        timeouts.append(timeout_of(dist.group.WORLD))
-        timeouts.append(timeout_of(original(backend=backend, timeout=timeout)))
-        raise Reached
-
-    environment()
-    monkeypatch.setattr(dist, "new_group", new_group)
-    with pytest.raises(Reached):
-        script.main(parse_06("--dummy", 2, "--timeout", 33))
-    assert timeouts == [33, 33]
-
-
 # All scripts
-
-
-def test_two_ranks_may_try_the_same_new_file(tmp_path, monkeypatch):
-    """Each removes it again; the second finds that it is gone."""
-    original = os.remove
-
-    def remove(path):
-        original(path)
-        original(path)
-
-    monkeypatch.setattr(os, "remove", remove)
-    path = str(tmp_path / "logs/new.jsonl")
-    assert output_file(path) == path
-    assert not os.path.exists(path)
 
 
 # What recorded commands mean that do not name these flags

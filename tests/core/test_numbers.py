@@ -742,11 +742,3 @@ def test_the_learning_rate_of_06_falls_by_steps_as_that_of_torch():
         scheduler.step()
     args = parse_06(*flags, "cosine", "--final-lr", 0.1)
     assert script.learning_rate(args, 12) == pytest.approx(0.06)
-
-
-def test_a_duration_in_words_is_off_by_half_a_unit_at_most():
-    units = {"s": 1, "min": 60, "h": 3600, "d": 24 * 3600}
-    for seconds in [*range(0, 20_000, 7), *range(20_000, 2_000_000, 997)]:
-        pairs = re.findall(r"(\d+) (\w+)", progress.duration(seconds))
-        told = sum(int(count) * units[unit] for count, unit in pairs)
-        assert abs(told - seconds) <= units[pairs[-1][1]] / 2, seconds

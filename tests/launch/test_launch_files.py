@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -179,15 +178,6 @@ def test_mpirun_sh_passes_the_address_of_rank_0_to_all_machines(
     assert given[-2:] == ["train.py", "--lr=1"] and given[-3].endswith("/python")
 
 
-def test_mpirun_sh_passes_the_variables_that_are_exported(stand_in):
-    given = dict.fromkeys(["MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"], 1)
-    given |= {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"}
-    path = stand_in("mpirun", f"echo Open MPI\n{SAY}")
-    code, out, err = finished(launch("launch/mpirun.sh", "train.py", **given, PATH=path))
-    assert code == 0, err
-    assert set(re.findall(r"^-x\n(.*)$", out, re.M)) == {"MASTER_ADDR", "PATH", *given}
-
-
 # The store
 
 
@@ -200,27 +190,7 @@ def test_the_store_listens_on_the_port_of_06_elastic(monkeypatch):
         store.parse_args()
 
 
-def test_the_store_takes_both_kinds_of_addresses_where_there_are_both(monkeypatch):
-    has_both = socket.has_dualstack_ipv6()
-    for dual in {has_both, False}:
-        monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda dual=dual: dual)
-        port = free_port()
-        with store.bind(port) as bound:
-            assert bound.family == (socket.AF_INET6 if dual else socket.AF_INET)
-            bound.listen()
-            for host in ["127.0.0.1", "::1"] if dual else ["127.0.0.1"]:
-                socket.create_connection((host, port), timeout=10).close()
-
-
 # What is wrong
-
-
-def test_a_launch_file_is_good_bash_and_can_be_started():
-    for path in sorted(path for path in LAUNCH.rglob("*") if path.suffix in (".sh", ".sbatch")):
-        checked = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
-        assert (checked.returncode, checked.stderr) == (0, ""), path
-        assert path.read_text().startswith("#!/usr/bin/env bash\n"), path
-        assert os.access(path, os.X_OK) or path.suffix == ".sbatch", f"{path}: sbatch reads it"
 
 
 WRONG = {

@@ -17,7 +17,6 @@ from processes import finished
 from ranks import Ranks
 
 from common.setup_distributed import LaunchError
-from launch import preflight
 from launch.checks import all_reduce, facts, messages, network, show, verdicts
 
 ALONE = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
@@ -382,17 +381,6 @@ def test_unusable_gpus_are_a_failure_unless_they_are_hidden(monkeypatch, tmp_pat
     assert third["problem"] == "local rank 2, 2 GPU(s): --nproc-per-node=2"
 
 
-def test_the_code_differs_if_a_file_of_any_folder_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "ROOT", tmp_path)
-    hashes = {facts.code_hash()}
-    folders = (".", "common", "ddp", "fsdp", "imagenet", "launch", "launch/checks")
-    for folder in folders:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "a.py").write_text(folder)
-        hashes.add(facts.code_hash())
-    assert len(hashes) == 1 + len(folders)
-
-
 def test_a_rank_tells_only_the_listed_variables(monkeypatch):
     given = dict.fromkeys(facts.VARIABLES, "1")
     for name, value in (given | {"AWS_SECRET_ACCESS_KEY": "hunter3"}).items():
@@ -423,21 +411,6 @@ def test_the_interface_of_a_backend_is_found_in_its_own_order(monkeypatch):
         assert name in (expected, wanted)
 
 
-def test_an_interface_with_only_ipv6_has_an_address(tmp_path, monkeypatch):
-    """An address for the link alone, as fe80::1, cannot be used without the link's name."""
-    lines = [
-        "fd000000000000000000000000000001 02 40 00 80     eth7",
-        "fe800000000000000000000000000001 03 40 20 80     eth8",
-        "00000000000000000000000000000001 01 80 10 80       lo",
-    ]
-    monkeypatch.setattr(facts, "IPV6", tmp_path / "if_inet6")
-    before = facts.interfaces()
-    facts.IPV6.write_text("\n".join(lines) + "\n")
-    assert before["lo"] == "127.0.0.1" and facts.interfaces() == before | {"eth7": "fd00::1"}
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert facts.own_address("gloo") == ("eth7", "fd00::1")
-
-
 def test_a_machine_connects_to_the_listeners_of_others():
     listener = network.Listener("n1", "127.0.0.1")
     other = socket.create_server(("127.0.0.1", 0))  # which is no listener of ours
@@ -456,21 +429,6 @@ def test_a_machine_connects_to_the_listeners_of_others():
     one, two = network.connect_to_all(where, "n0")
     assert one == ("n0", "n1", "gloo", "127.0.0.1", None)
     assert two == ("n0", "n2", "gloo", "127.0.0.1", "\ufffd hello answers there")
-
-
-def test_a_rank_says_why_its_all_reduce_failed():
-    """Rank 0 reads it in the store."""
-    store = torch.distributed.HashStore()
-    for key, value in (("listeners", {}), ("plan", "measure"), ("end", True)):
-        store.set(key, json.dumps(value))
-
-    def work():
-        raise RuntimeError("CUDA error:\n out of memory")
-
-    stages = []
-    pulse = SimpleNamespace(stage="all_reduce of 4 KiB", at=stages.append)
-    preflight.follow(store, {"rank": 2, "host": "n1", "listeners": {}}, False, work, pulse)
-    assert stages == ["all_reduce of 4 KiB: CUDA error: out of memory"]
 
 
 def test_an_all_reduce_is_timed_per_call_and_by_its_bytes(alone, monkeypatch):
