@@ -54,19 +54,11 @@ def refuse_other_parameters(rank, step):
 def put_shards_together(ranks):
     """Put the whole weights into the Steps and the variable `model` of each Record."""
     for kind in ("before", "step"):
-        wholes = []
         for parts in zip(*[values(rank, kind) for rank in ranks], strict=False):
-            wholes.append(
-                [torch.cat(shards) for shards in zip(*[p.weights for p in parts], strict=True)]
-            )
-        for rank in ranks:
-            left = iter(wholes)
-            rank.events = [
-                event._replace(value=event.value._replace(weights=next(left)))
-                if event.kind == kind
-                else event
-                for event in rank.events
-            ]
+            shards = zip(*[part.weights for part in parts], strict=True)
+            whole = [torch.cat(some) for some in shards]
+            for part in parts:
+                part.weights[:] = whole
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     for parameter, weights in zip(model.parameters(), steps(ranks[0])[-1].weights, strict=True):
         parameter.data = weights
