@@ -58,14 +58,6 @@ RIGHT = {
 }
 
 WRONG = {
-    "waits in the hook": (
-        [
-            *ALL[:2],
-            (THREE, SEND.replace(", async_op=True", "")),
-            (FOUR, FINISH.replace(".wait()", "")),
-        ],
-        "The backward pass waits for its messages",
-    ),
     "a bucket with an unused parameter is never sent": (
         [
             *ALL[:3],

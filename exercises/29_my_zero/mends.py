@@ -52,17 +52,4 @@ WRONG = {
         ],
         "ZeroRedundancyOptimizer of torch does this already",
     ),
-    "an optimizer for each parameter, on both ranks": (
-        [
-            (
-                OPTIMIZER,
-                "        self.optimizers = [\n"
-                "            torch.optim.SGD([parameter], lr=lr, momentum=momentum)\n"
-                "            for parameter in self.parameters\n"
-                "        ]\n",
-            ),
-            (STEP, "        for optimizer in self.optimizers:\n            optimizer.step()\n"),
-        ],
-        "Rank 0 keeps 105,232 bytes of momentum with 2 ranks, of 105,232",
-    ),
 }

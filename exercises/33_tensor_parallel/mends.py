@@ -56,13 +56,4 @@ WRONG = {
         [*ALL[:4], (FOUR, OF_TORCH)],
         "a gradient of norm 0.5",
     ),
-    "every second column, whatever the number of ranks": (
-        [
-            ALL[0],
-            (COLUMN, EVERY.replace("rank::world_size", "rank % 2 :: 2")),
-            (ROW, EVERY_COLUMN.replace("rank::world_size", "rank % 2 :: 2")),
-            *ALL[3:],
-        ],
-        "With 4 ranks, the trained model of rank 0 has other outputs",
-    ),
 }

@@ -39,14 +39,6 @@ FIRST_ALL = """\
         outputs.backward(gradient)
         work.wait()
 """
-ONE_BY_ONE = """\
-    for part in batch.chunk(MICRO_BATCHES):
-        outputs = model(part)
-        dist.send(outputs.detach(), 1)
-        gradient = torch.empty_like(outputs)
-        dist.recv(gradient, 1)
-        outputs.backward(gradient)
-"""
 PARTS = """\
     for part in labels.chunk(MICRO_BATCHES):
         inputs = torch.empty(len(part), 64)
@@ -56,24 +48,13 @@ PARTS = """\
         loss.backward()
         dist.send(inputs.grad, 0)
 """
-BLOCKING = AHEAD.replace("dist.irecv(gradient, 1)", "gradient").replace(
-    "work.wait()", "dist.recv(work, 1)"
-)
 
 RIGHT = {"all receives posted at the beginning": [(RANK_0, AHEAD), (RANK_1, PARTS)]}
 
 WRONG = {
-    "one micro-batch after the other": (
-        [(RANK_0, ONE_BY_ONE), (RANK_1, PARTS)],
-        "Rank 0 sends micro-batch 2 only after the backward pass of micro-batch 1",
-    ),
     "all forward passes first": (
         [(RANK_0, FIRST_ALL), (RANK_1, PARTS)],
         "Rank 0 holds the activations of 3 micro-batches",
-    ),
-    "blocking messages on both ranks": (
-        [(RANK_0, BLOCKING), (RANK_1, PARTS)],
-        "The ranks wait for each other forever",
     ),
     "losses that are not divided": (
         [(RANK_0, AHEAD), (RANK_1, PARTS.replace(" / MICRO_BATCHES", ""))],
