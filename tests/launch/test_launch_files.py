@@ -193,22 +193,16 @@ def test_the_store_listens_on_the_port_of_06_elastic(monkeypatch):
 # What is wrong
 
 
-WRONG = {
-    name: (
-        {name: ""},
-        f"{name} is not set: SenseCore sets it for a job submitted with -d AllReduce",
-    )
-    for name in SENSECORE
-}
-WRONG["too large"] = {"RANK": 2}, "RANK=2: expected the number of this machine, 0 to 1"
-WRONG["no number"] = {"RANK": "one"}, "RANK=one: expected the number of this machine, 0 to 1"
-WRONG["no size"] = {"WORLD_SIZE": "two"}, "WORLD_SIZE=two: expected the number of machines, 1 or"
-WRONG["torchrun"] = {"LOCAL_RANK": 0}, "LOCAL_RANK=0: expected no other launcher: sensecore.sh"
+WRONG = [
+    ({"RANK": ""}, "RANK is not set: SenseCore sets it for a job submitted with -d AllReduce"),
+    ({"RANK": 2}, "RANK=2: expected the number of this machine, 0 to 1"),
+    ({"LOCAL_RANK": 0}, "LOCAL_RANK=0: expected no other launcher: sensecore.sh"),
+]
 
 
 def test_sensecore_and_mpirun_say_which_variable_or_argument_is_wrong():
     script = "06_imagenet.py data/imagenet"
-    cases = [("sensecore.sh", script.split(), *case, script) for case in WRONG.values()]
+    cases = [("sensecore.sh", script.split(), *case, script) for case in WRONG]
     for file in ("sensecore.sh", "mpirun.sh"):
         said = "no script given: expected a script and its flags"
         cases.append((file, [], {}, said, f"launch/{file} {script} --resume"))
@@ -279,11 +273,7 @@ def test_mpirun_sh_leaves_all_cores_to_every_process(mpirun_sh, tmp_path):
     assert sorted(out.splitlines()) == [f"cores {len(os.sched_getaffinity(0))}"] * 2
 
 
-def test_mpirun_sh_without_open_mpi_or_its_hosts_says_so(stand_in, tmp_path):
-    path = stand_in("mpirun", "echo Open MPI\n")
-    code, _, err = finished(launch("launch/mpirun.sh", "x.py", HOSTFILE=tmp_path, PATH=path))
-    assert code == 2
-    assert err.startswith(f"mpirun.sh: error: HOSTFILE={tmp_path}: expected a file with one line")
+def test_mpirun_sh_without_open_mpi_says_so(stand_in):
     path = stand_in("mpirun", "echo HYDRA build details:\n")
     code, _, err = finished(launch("launch/mpirun.sh", "x.py", PATH=path))
     assert code == 2

@@ -16,7 +16,6 @@ import torch
 from processes import finished
 from ranks import Ranks
 
-from common.setup_distributed import LaunchError
 from launch.checks import all_reduce, facts, messages, network, show, verdicts
 
 ALONE = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
@@ -212,13 +211,10 @@ def test_ranks_that_do_not_belong_together_are_named():
     twice = [*FOUR, fact(1, pid=77, host="n9")]
     missing = ranks([fact(0), fact(1), fact(3)], 4)
     world = verdicts.check_same_launch([fact(0), fact(1, world_size=2)])
-    launcher = verdicts.check_same_launch([fact(0), fact(1, launcher="python")])
     assert_verdicts(
         (missing, "FAIL", "rank 2 of 4 did not answer within", "MASTER_ADDR and MASTER_PORT"),
-        (missing, "FAIL", "(n0 has ranks 0-1; n1 has rank 3)", "on the machine that is not listed"),
         (ranks(twice, 4), "FAIL", "process 101 on n0 and process 77 on n9", "its own node rank"),
         (world, "FAIL", "world_size 4 on rank 0; world_size 2 on rank 1", "number of machines"),
-        (launcher, "FAIL", "launcher srun on rank 0; launcher python on rank 1", "same command"),
     )
 
 
@@ -247,16 +243,11 @@ def test_versions_that_differ_are_named_with_the_machine_to_change():
         return verdicts.check_versions([fact(0, **ours), fact(2, **{"nccl": "2.26.2"} | change)])
 
     same = "the same on all machines: pip install torch==2.9.0 on n1"
-    driver = "driver 550.54 on rank 0; driver 535.161 on rank 2"
-    python = "python 3.12.1 on rank 0; python 3.9.1 on rank 2"
     patch = "python 3.12.1 on rank 0; python 3.12.11 on rank 2"
     assert_verdicts(
-        (check(torch="2.9.1"), "FAIL", "torch 2.9.0 on rank 0; torch 2.9.1 on rank 2", same),
         (check(nccl="2.27.5"), "FAIL", "nccl 2.26.2 on rank 0; nccl 2.27.5 on rank 2", same),
         (check(nccl=None), "ok", "torch 2.9.0, Python 3.12.1", ""),  # its GPU failed
-        (check(python="3.9.1"), "FAIL", python, "Python 3.12.1 on n1"),
         (check(python="3.12.11"), "warn", patch, "Python 3.12.1 on n1"),
-        (check(driver="535.161"), "warn", driver, "the same NVIDIA driver"),
         (check(driver="550.54"), "ok", "driver 550.54 everywhere", ""),
     )
 
@@ -277,7 +268,6 @@ def test_machines_that_do_not_reach_each_other_are_named_with_an_interface():
     eth0 = "export GLOO_SOCKET_IFNAME=eth0  # on n0"
     assert_verdicts(
         (check(missing, []), "FAIL", "rank 1 on n0 has no interface eth9", eth0),
-        (check(missing, []), "FAIL", "it has lo (127.0.0.1), eth0 (10.0.0.1)", eth0),
         (check(two, [back, loopback]), "FAIL", "rank 0 on n0 listens at 127.0.1.1 (lo)", eth0),
         (check(two, [back]), "ok", "n0 10.0.0.0, n0 127.0.1.1, n1 10.0.0.1", ""),
     )
@@ -287,7 +277,6 @@ def test_machines_that_do_not_reach_each_other_are_named_with_an_interface():
         (check(two, [refused, back, loopback]), "FAIL", lost, "GLOO_SOCKET_IFNAME=ib0  # on n1"),
         (check(two, [there, back]), "ok", "each of 2 machines reaches every other", ""),
         (check(two, [there]), "warn", "not checked between all machines", ""),
-        (check(FOUR[:2], []), "ok", "one machine", ""),
     )
 
 
@@ -308,37 +297,29 @@ def test_clocks_threads_memory_and_ports_that_do_not_fit_are_named():
     least = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
     assert_verdicts(
         (clocks(20.0), "FAIL", "rank 2 on n1 is 20 s ahead of rank 0", "set-ntp true  # on n1"),
-        (clocks(-20.0), "FAIL", "rank 2 on n1 is 20 s behind rank 0", ""),
         (clocks(0.0), "ok", "within 0.3 s", ""),
         (threads(4), "warn", "n0: 2 rank(s) with 4 thread(s) each on 4", "OMP_NUM_THREADS=2"),
-        (threads(1), "warn", "n0: 2 rank(s) with 1 thread(s) each on 4", "OMP_NUM_THREADS=2"),
         (threads(2), "ok", "2 per rank", ""),
         (threads(1, backend="nccl"), "ok", "1 per rank", ""),  # beside GPUs
         (verdicts.check_threads(bound), "ok", "2 per rank", ""),  # each has cores of its own
         (memory(2**26), "warn", "n1 has 64 MiB free in /dev/shm", "--shm-size=8g"),
-        (memory(int(1.5 * 2**30)), "ok", "1.5 GiB or more", ""),
         (port(least), "warn", f"Linux may give MASTER_PORT={least}", "MASTER_PORT=29500"),
         (port(least, launcher="torchrun"), "ok", least, ""),  # which has found it free
-        (port("29500"), "ok", "MASTER_PORT=29500", ""),
         (port(""), "ok", "chosen by the launcher", ""),  # one process needs no port
-        (port("29500x"), "warn", "MASTER_PORT=29500x: expected a number from 1 to 65535", "=29500"),
         (port("0"), "warn", "MASTER_PORT=0: expected", "MASTER_PORT=29500, or unset it"),
     )
 
 
 def test_an_all_reduce_that_fails_names_the_ranks():
-    def check(error=None, silent=()):
+    def check(error=None):
         stages = {0: "done", 2: "all_reduce of 1 MiB"}
-        outcome = all_reduce.Outcome(None, error, stages, silent)
+        outcome = all_reduce.Outcome(None, error, stages, ())
         return verdicts.check_all_reduce(outcome, [fact(0), fact(2)])
 
     lost = RuntimeError("[/x/gloo/pair.cc:534] Connection closed by peer [10.0.0.1]:4711")
-    memory = RuntimeError("CUDA error: out of memory")
     last = "s: rank 2 on n1, last at all_reduce of 1 MiB"
     assert_verdicts(
-        (check(silent=[2]), "FAIL", f"no sign of life{last[1:]}", "py-spy dump --pid PID"),
         (check(), "FAIL", f"no progress for {messages.SILENCE} {last}", "NCCL_P2P_DISABLE=1"),
-        (check(error=memory), "FAIL", "CUDA error: out of memory", "NCCL_DEBUG=INFO"),
         (check(error=lost), "FAIL", "lost another rank (Connection closed by", "NCCL_DEBUG=INFO"),
     )
 
@@ -368,16 +349,6 @@ def test_unusable_gpus_are_a_failure_unless_they_are_hidden(monkeypatch, tmp_pat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     gpus(2)
     third = facts.facts("torchrun", rank=2, world_size=4, local_rank=2, local_world_size=4)
-    wrong = "its GPU fails: CUDA error: all CUDA-capable devices are busy or unavailable: expected"
-
-    def busy(_):
-        raise RuntimeError(
-            "CUDA error: all CUDA-capable devices are busy or unavailable\nFor debugging"
-        )
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", busy)
-    told = facts.facts("python", **ALONE)
-    assert told["problem"].startswith(wrong) and (told["device"], told["gpus"]) == ("cpu", 0)
     assert third["problem"] == "local rank 2, 2 GPU(s): --nproc-per-node=2"
 
 
@@ -393,12 +364,8 @@ def test_the_interface_of_a_backend_is_found_in_its_own_order(monkeypatch):
     for backend, wanted, names, expected in (
         ("nccl", None, "lo docker0 virbr0 eth0 eth1", "eth0"),
         ("nccl", None, "lo eth0 ib0", "ib0"),
-        ("nccl", None, "lo virbr0 docker0", "docker0"),
-        ("nccl", None, "virbr0 lo", "lo"),
-        ("nccl", "=eth", "lo eth0 eth1", None),
         ("nccl", "=eth1", "lo eth10 eth1", "eth1"),
         ("nccl", "^eth0,lo,docker", "lo docker0 eth0 eth1", "eth1"),
-        ("nccl", "^=lo,eth0", "lo eth0 eth01", "eth01"),
         ("nccl", "ib", "lo eth0", None),
         ("gloo", "eth1,eth0", "lo eth0 eth1", "eth1"),
         ("gloo", "eth9", "lo eth0 eth1", None),
@@ -480,20 +447,6 @@ def clock(monkeypatch):
     monkeypatch.setattr(messages, "time", moved)
     monkeypatch.setattr(all_reduce, "time", moved)
     return clock
-
-
-def test_the_others_wait_as_long_as_rank_0_lives(clock):
-    def rank_0_lives_until_25(now):
-        if now < 25:
-            clock.store.set("pulse 0", str(now))
-        if now > 20:
-            clock.store.set("plan", '"measure"')
-
-    clock.happens = rank_0_lives_until_25
-    assert messages.wait_for(clock.store, "plan") == "measure"
-    with pytest.raises(LaunchError, match="rank 0 has shown no sign of life for 10 s"):
-        messages.wait_for(clock.store, "end")
-    assert 35 <= clock.now < 36
 
 
 def test_a_measurement_without_progress_names_the_silent_ranks(clock):
