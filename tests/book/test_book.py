@@ -95,22 +95,13 @@ def test_pages_show_todays_code_and_records():
     assert not stale, "run: python tools/book/book.py"
 
 
-def test_a_changed_english_sentence_is_named_and_a_warning_for_a_contributor(tmp_path):
+def test_a_changed_english_sentence_is_named():
     """As if a sentence had changed since its translation was looked at."""
     hashes = chinese.load_hashes()
     hashes["docs/zh/kaggle.md"] = hashes["docs/zh/kaggle.md"][1:]
     lines = chinese.check(ROOT / "docs/kaggle.md", hashes)
     assert lines[0].startswith("docs/zh/kaggle.md is stale: docs/kaggle.md:1: ")
     assert lines[1].endswith("python tools/book/chinese.py --done docs/zh/kaggle.md")
-    program = tmp_path / "python"
-    program.write_text('#!/bin/sh\n[ "$1" != tools/book/chinese.py ]\n')
-    program.chmod(0o755)
-    (tmp_path / "ruff").symlink_to("/bin/true")
-    (tmp_path / "bin").symlink_to(tmp_path)
-    given = ["make", "lint", f"VENV={tmp_path}", "-o", f"{tmp_path}/ready-dev"]
-    env = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
-    ends = [subprocess.run([*given, *more], cwd=ROOT, env=env) for more in ([], ["STALE=error"])]
-    assert [end.returncode for end in ends] == [0, 2]
 
 
 def test_code_with_chinese_comments_is_the_same_program():

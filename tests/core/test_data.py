@@ -28,7 +28,7 @@ from torchvision.transforms import functional as F
 from common import data, folder
 from common.errors import UserError
 from common.images import read_image, split_command
-from common.memory import MemoryImages, choose
+from common.memory import MemoryImages
 
 CPU = torch.device("cpu")
 
@@ -56,27 +56,6 @@ def test_crops_and_flips_equal_torchvision_to_the_pixel():
         theirs = F.crop(F.pad(F.to_pil_image(image), 4), int(top[k]), int(left[k]), 32, 32)
         theirs = F.hflip(theirs) if mirror[k] else theirs
         assert torch.equal(ours[k], F.pil_to_tensor(theirs))
-
-
-def test_every_offset_is_drawn_equally_often():
-    torch.manual_seed(0)
-    augment, _ = data.build_transforms(memory_images(), flags(), CPU)
-    n = 81 * 2 * 100
-    images = torch.zeros(n, 3, 32, 32, dtype=torch.uint8)
-    images[:, :, 16, 16] = 255  # one bright pixel, a little right of the middle
-    images[:, :, 16, 8] = 128  # and a dimmer one to its left: on its right in a mirrored image
-    pixels = augment(images)[:, 0].flatten(1)
-    bright = pixels.argmax(1)
-    dim = pixels.scatter(1, pixels.argmax(1, keepdim=True), -9).argmax(1)
-    mirrored = dim > bright
-    row = bright // 32
-    column = bright % 32
-    column = torch.where(mirrored, 31 - column, column)
-    assert (row.min(), row.max(), column.min(), column.max()) == (12, 20, 12, 20)
-    drawn = ((row - 12) * 9 + column - 12) * 2 + mirrored
-    counts = drawn.bincount(minlength=81 * 2)
-    # 100 each, within four and a half standard deviations
-    assert counts.min() > 55 and counts.max() < 145
 
 
 def test_digits_are_shifted_by_an_eighth_of_the_image_and_never_mirrored():
@@ -118,12 +97,6 @@ def test_a_last_batch_of_one_image_is_left_out_of_training():
 
 
 # shapes
-
-
-def test_a_limit_takes_the_images_of_the_recorded_runs():
-    assert choose(10, 3).tolist() == [1, 4, 7]
-    assert choose(50_000, 4).tolist() == [11341, 36044, 37807, 49165]
-    assert choose(3, 4).tolist() == [0, 1, 2], "there are no more"
 
 
 # folder
@@ -305,16 +278,6 @@ def test_photographs_are_normalised_by_imagenets_numbers(large_folder):
     mean, std = train.channel_stats()
     torch.testing.assert_close(mean / 255, torch.tensor(preset.mean))
     torch.testing.assert_close(std / 255, torch.tensor(preset.std))
-
-
-def test_a_channel_of_one_level_is_no_division_by_zero():
-    """Such as the colours of grey images with an alpha channel, or a folder of black ones."""
-    train = MemoryImages(
-        torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), 1
-    )
-    _, normalize = data.build_transforms(train, flags("--dataset", "folder"), CPU)
-    assert normalize(train.images).abs().max() < 1e-6
-    assert train.channel_stats()[1].tolist() == [1, 1, 1], "a deviation of one level"
 
 
 def test_images_are_held_in_memory_if_they_are_small_of_one_size_and_not_too_many(

@@ -134,18 +134,6 @@ def main():
 
 main()
 """
-BROKEN_IMAGE_IN_03 = """\
-import os, runpy, sys
-from common import report
-
-def due(self, step):
-    if os.environ["RANK"] == "1":
-        raise ValueError("image 17 is broken")
-
-report.Report.due = due
-sys.argv = ["03_mnmc_ddp_launch.py", "--limit", "64", "--arch", "mnist_net", "--batch-size", "8"]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def torchrun(folder, text):
@@ -183,7 +171,6 @@ def test_torchrun_ends_with_a_mistake_of_flags_that_one_rank_prints(tmp_path, sc
 ERRORS = {
     "cleaned_up": BROKEN_IMAGE.format(decorator=""),
     "record above cleaned_up": BROKEN_IMAGE.format(decorator="@record"),
-    "03": BROKEN_IMAGE_IN_03,
 }
 
 

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from imagenet_runs import final, parse_06
-from rungs import flags as shared_flags
+from imagenet_runs import final
 from rungs import parse
 
 from ddp.flags import parse_ddp_args, parse_spawn_args
@@ -142,7 +141,6 @@ def test_06_waits_for_a_missing_rank_until_its_timeout(train):
 # All scripts
 
 
-# What recorded commands mean that do not name these flags
 @pytest.mark.parametrize(
     ("parse_args", "variable", "flags"),
     [
@@ -170,19 +168,6 @@ def test_a_batch_that_the_processes_cannot_share_is_refused(
             f"--batch-size {batch} for {processes} processes: "
             f"expected a multiple of {processes}, such as {others}"
         ) in line
-
-
-DEFAULTS = """--dataset shapes --data-dir data --epochs 5 --batch-size 256 --lr 0.01 --seed 0
---lr-scaling linear --warmup-epochs 0 --arch resnet18 --augment --print-every 50"""
-DEFAULTS_06 = """--dummy 2 --image-size 224 --arch resnet18 --epochs 100 --batch-size 256 --lr 0.1
---accumulate 1 --schedule cosine --step-epochs 30 --warmup-epochs 5 --warmup-factor 0.1
---momentum 0.9 --weight-decay 5e-5 --label-smoothing 0 --ema 0 --seed 0 --eval-every 1 --keep 3
---timeout 60 --print-every 50 --amp none"""
-
-
-def test_flags_that_a_recorded_command_leaves_out_keep_their_values():
-    assert vars(shared_flags(*DEFAULTS.split())) == vars(shared_flags())
-    assert vars(parse_06(*DEFAULTS_06.split())) == vars(parse_06("--dummy", 2))
 
 
 def test_an_underline_in_a_flag_is_a_hyphen(monkeypatch):
