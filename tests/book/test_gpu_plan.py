@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import re
 import shlex
 import signal
@@ -69,19 +68,6 @@ def test_parts_are_run_ended_recorded_and_packed(tmp_path, capsys):
     runner.show(PARTS)
     failed, table = capsys.readouterr().out.split("\n\nmachine, torch 2\n")
     assert "bad:\n7" in failed and len(table.splitlines()) == 6
-
-
-def test_packed_images_are_unpacked_where_there_are_none(tmp_path):
-    (tmp_path / "cifar10/train").mkdir(parents=True)
-    with tarfile.open(tmp_path / "images.tar.xz", "w:xz") as tar:
-        tar.add(tmp_path / "cifar10", "cifar10")
-    script = f"set -e; python() {{ {sys.executable} $@; }}\n{gpu.UNPACK}"
-    variables = {"DATA": str(tmp_path / "images.tar.xz"), "IMAGES": "data/cifar10"}
-    (tmp_path / "data").mkdir()
-    for content in ([], ["new"]):
-        subprocess.run(["bash", "-c", script], cwd=tmp_path, env=os.environ | variables, check=True)
-        assert [path.name for path in (tmp_path / "data/cifar10/train").iterdir()] == content
-        (tmp_path / "data/cifar10/train/new").touch()
 
 
 def test_the_list_says_what_has_passed_and_a_mistake_is_named(monkeypatch, capsys, tmp_path):
@@ -206,14 +192,3 @@ def test_a_signal_leaves_no_process_behind():
     code, out, _ = finished(process, timeout=120)
     assert code != 0 and gone(seen, seconds=30)
     assert re.search(r"^rungs +\d+ s  stopped$", out, re.M)
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_closed_terminal_stops_the_tool_but_not_under_nohup(ignored):
-    code = "from tools import gpu; import os, signal; gpu.exit_on_signals(); "
-    code += "os.kill(os.getpid(), signal.SIGHUP); print('still here')"
-    if not ignored:  # though these tests may run under nohup
-        code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); {code}"
-    command = ["nohup"] * ignored + [sys.executable, "-c", code]
-    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (end.returncode, end.stdout) == ((0, "still here\n") if ignored else (143, "")), end

@@ -256,13 +256,6 @@ def test_nccl_without_a_record_is_said(torch_records, monkeypatch):
     assert first_line({"gloo": [vote]}, {"gloo": [vote]}).startswith("no rank waits")
 
 
-def test_calls_that_are_done_are_no_reason_to_wait():
-    done = [entry(1, "barrier", [1])]
-    completed = [entry(1, "barrier", [1], done=False, state="completed")]
-    for record in (done, completed):
-        assert explain(record, record).startswith("no rank waits in a collective")
-
-
 def test_a_rank_that_does_not_answer_is_explained(tmp_path, monkeypatch):
     process = subprocess.Popen(["sleep", "100"])
     here = {"pid": process.pid, "host": socket.gethostname()}
