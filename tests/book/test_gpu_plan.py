@@ -13,8 +13,7 @@ import time
 import psutil
 import pytest
 import torch
-from on_accelerator import Accelerator, built
-from processes import ROOT, STARTED, finished, gone, start
+from processes import ROOT, finished, gone, start
 from rungs import parse
 
 from common.errors import UserError
@@ -142,42 +141,6 @@ def without_other_packages(tmp_path):
     (tmp_path / "blocker/sitecustomize.py").write_text(nothing)
     # pytest loads the plugins of all packages
     return {"PYTHONPATH": str(tmp_path / "blocker"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-
-
-@pytest.mark.slow
-@pytest.mark.rare
-@pytest.mark.timeout(2400)
-def test_a_rehearsal_on_a_pretend_accelerator(without_other_packages, tmp_path):
-    """Without the packages that are not needed, and without the parts that this accelerator cannot
-    run: 07, and what torch.compile compiles.
-    """
-    accelerator = Accelerator(built(), tmp_path / "report.jsonl")
-    env = accelerator.environment(1)
-    env["PYTHONPATH"] += f":{without_other_packages.pop('PYTHONPATH')}"
-    names = ["cifar10", "resnet50", "preflight", "waits", "rungs"]
-    flags = ["--rehearse", "--out", tmp_path / "out"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "tools/gpu.py", *map(str, flags), *names]
-    options = {"cwd": ROOT, "env": env | without_other_packages, "start_new_session": True}
-    STARTED.append(subprocess.Popen(command, **pipes, **options))
-    code, out, err = finished(STARTED[-1], timeout=2300)
-    assert code == 0, out + err
-    begun, table = out.rsplit("\n\n", 1)
-    head, *rows = table.splitlines()
-    assert head.startswith("pretend-accelerator, torch")
-    assert sorted(rows) == sorted(begun.strip().splitlines()), "a line after each part"
-    said = {row.split()[0]: row.split(maxsplit=3)[3] for row in rows}
-    assert list(said) == ["rungs", "waits", "preflight", "resnet50", "cifar10"]
-    ratio = r"\d+\.\d+ of"
-    for name, text in (
-        ("rungs", "passed: done: test accuracy"),
-        ("waits", "no answer: 3 skipped"),  # they need a GPU
-        ("resnet50", rf"passed: 06: \d+ img/s, {ratio} bare"),
-        ("cifar10", "passed: done: top-1"),
-    ):
-        assert re.search(text, said[name]), said[name]
-    measured = (tmp_path / "out/imagenet/pretend-accelerator.jsonl").read_text().splitlines()
-    assert {json.loads(record)["device"] for record in measured} == {"pretend"}
 
 
 @pytest.mark.slow
