@@ -1,6 +1,5 @@
 """make gpu: its list without a GPU; how parts run, end and are recorded."""
 
-import importlib.metadata
 import json
 import re
 import shlex
@@ -122,25 +121,6 @@ def test_every_script_of_the_list_takes_its_flags(monkeypatch):
         for script, *flags in commands:
             if script != "-m":  # pytest
                 parse(monkeypatch, script, *flags)
-
-
-@pytest.fixture
-def without_other_packages(tmp_path):
-    """The environment of a machine with requirements.txt, and of the packages for tests with two
-    only.
-    """
-    files = [ROOT / f"requirements-{name}.txt" for name in ("charts", "dev")]
-    lines = [line for file in files for line in file.read_text().splitlines()]
-    names = {re.match(r"[\w.-]*", line)[0] for line in lines} | {"nbclient", "nbformat"}
-    others = names - {"", "pytest", "pytest-timeout", "psutil"}
-    modules = importlib.metadata.packages_distributions().items()
-    blocked = {module for module, owners in modules if others & {owner.lower() for owner in owners}}
-    assert {"nbclient", "matplotlib"} <= blocked and "torch" not in blocked
-    (tmp_path / "blocker").mkdir()
-    nothing = f"import sys; sys.modules.update(dict.fromkeys({blocked}))"
-    (tmp_path / "blocker/sitecustomize.py").write_text(nothing)
-    # pytest loads the plugins of all packages
-    return {"PYTHONPATH": str(tmp_path / "blocker"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 @pytest.mark.slow
