@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 import torch
-from processes import ROOT, finished, gone, start
+from processes import finished, gone, start
 from rungs import parse
 
 from common.errors import UserError
