@@ -1123,9 +1123,3 @@ def test_a_rank_that_waits_for_another_process_is_no_hang(monkeypatch, capsys):
         assert "; rank 0 did not call it: rank 0 is at train.py:4\n" in printed
         _, hang = find_hang(elsewhere)
         assert hang.startswith("the ranks wait for each other for ever: rank 1 in call 1 of")
-
-
-def test_ctrl_c_is_not_a_failure_of_the_script():
-    done = {"kind": "done", "why": "failed", "error": "KeyboardInterrupt", "line": "train.py:7"}
-    runs = [monitor.Run(0, [done]), monitor.Run(1, [])]
-    assert monitor.failures_of(runs, hang=None) == ["interrupted"]

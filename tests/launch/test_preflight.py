@@ -430,47 +430,6 @@ def test_an_all_reduce_is_timed_per_call_and_by_its_bytes(alone, monkeypatch):
         measure()
 
 
-# Waiting, with a clock that moves when somebody sleeps
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = SimpleNamespace(now=0.0, happens=None, store=torch.distributed.HashStore())
-
-    def sleep(seconds):
-        clock.now += seconds
-        assert clock.now < 100, "nobody waits for ever"
-        clock.happens(clock.now)
-
-    moved = SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
-    monkeypatch.setattr(messages, "SILENCE", 10)
-    monkeypatch.setattr(messages, "time", moved)
-    monkeypatch.setattr(all_reduce, "time", moved)
-    return clock
-
-
-def test_a_measurement_without_progress_names_the_silent_ranks(clock):
-    def rank_0_makes_progress_until_25(now):
-        clock.store.set("pulse 0", f"{now} all_reduce {min(25, int(now))}")
-        if now < 30:
-            clock.store.set("pulse 1", f"{now} connecting")
-
-    clock.happens = rank_0_makes_progress_until_25
-    ended = threading.Event()
-    outcome = all_reduce.watch(clock.store, 2, ended.wait)
-    ended.set()
-    assert outcome == (None, None, {0: "all_reduce 25", 1: "connecting"}, [1])
-    assert 35 <= clock.now < 45
-
-    def fail():
-        raise RuntimeError("no network")
-
-    clock.happens = lambda now: [clock.store.set(f"pulse {k}", f"{now} start") for k in range(2)]
-    failure = all_reduce.watch(clock.store, 2, fail)
-    assert (failure.times, str(failure.error), failure.silent) == (None, "no network", [])
-    assert all_reduce.watch(clock.store, 2, lambda: [(4096, 0.1)]).times == [(4096, 0.1)]
-
-
 # The report
 
 
