@@ -95,7 +95,8 @@ class Rank:
         if not recent or self.reports[0][0] > now - STILL or len(recent) < 5:
             return False  # too young, or the machine is so busy that the reports are late
         (_, line, events, cpu), last = recent[0], recent[-1]
-        return last[1:3] == (line, events) and last[3] - cpu < IDLE * STILL
+        is_still = last[1:3] == (line, events) and last[3] - cpu < IDLE * STILL
+        return is_still and not is_busy(self.process.pid)
 
     def stop(self):
         with contextlib.suppress(OSError):
@@ -108,6 +109,18 @@ class Rank:
         self.process.join()
         self.read_reports()
         self.connection.close()
+
+
+def is_busy(pid):
+    """Return whether a thread of a process wants a core or reads from a disk, as Linux tells.
+
+    On a machine with too much to do, a program that computes may get neither for seconds.
+    """
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            if stat.read_text().rpartition(")")[2].split()[0] in "RD":
+                return True
+    return False
 
 
 def run_rank(*arguments):

@@ -214,6 +214,21 @@ def test_a_killed_rank_is_named_with_its_signal_its_line_and_the_end_of_its_outp
     assert "SIGABRT" in lines[-1] and any(re.match(r".{8}●  \d+ broadcast 272 B", x) for x in lines)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="Linux tells it")
+@pytest.mark.parametrize(("program", "waits"), [("input()", True), ("while True: pass", False)])
+def test_a_rank_that_wants_a_core_does_not_hang_though_it_gets_none(program, waits):
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    time.sleep(1)
+    rank = runner.Rank.__new__(runner.Rank)
+    rank.process = process
+    now = time.monotonic()
+    rank.reports = [(now - 4 + 0.2 * k, 27, 3, 0.5) for k in range(20)]  # without a change
+    seen = [rank.waits() for _ in range(20)]
+    process.kill()
+    process.wait()
+    assert seen == [waits] * 20
+
+
 def test_a_program_that_hangs_is_stopped_and_the_page_shows_the_answer(judge):
     answer = judge(5, mended(5, []))
     text = text_of(answer.sentence, "en")
