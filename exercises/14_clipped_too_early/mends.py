@@ -28,6 +28,6 @@ WRONG = {
     ),
     "the sum clipped, then divided": (
         [(CLIP + AVERAGE, f"{LOOP}{REDUCE}{CLIP}{LOOP}{DIVIDE}")],
-        "The gradient has norm 0.3000, expected 0.6000",
+        "The gradient is 0.5 times as large; expected the mean",
     ),
 }
