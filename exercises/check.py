@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 LINES = 24  # of output that are shown
 POLL = 0.3  # seconds between two looks at a watched file
 WIDTH = 70  # of rules and bars
-SHORT = 16  # lines of a repair that is shown as a diff
+SHORT = 30  # lines of another repair that is shown
 OTHERS = 2  # other repairs that are shown after a pass
 
 
@@ -253,22 +253,21 @@ class Reader:
         print_diff(diff[2:])
 
     def print_other_repairs(self, number):
-        """Print repairs that others have written: as diffs, or only their names if long."""
+        """Print repairs that others have written, as diffs, unless they are long."""
         program = (FOLDERS[number] / "program.py").read_text()
         mine = self.path(number).read_text(encoding="utf-8")
-        repairs = {}  # name: program
+        repairs = {}  # name: lines of a diff
         for name, replacements in runpy.run_path(FOLDERS[number] / "mends.py")["RIGHT"].items():
             text = program
             for old, new in replacements:
                 text = text.replace(old, new)
-            if split_docstring(text)[1] not in mine:
-                repairs[name] = text
-        for name, text in [*repairs.items()][:OTHERS]:
-            self.print("Another repair: {name}", name=say(name))
             diff = difflib.unified_diff(program.splitlines(), text.splitlines(), lineterm="", n=0)
-            diff = [*diff][3:]
-            if len(diff) <= SHORT:
-                print_diff(diff)
+            lines = [*diff][3:]
+            if split_docstring(text)[1] not in mine and len(lines) <= SHORT:
+                repairs[name] = lines
+        for name, lines in [*repairs.items()][:OTHERS]:
+            self.print("Another repair: {name}", name=say(name))
+            print_diff(lines)
             print()
 
     # Checking

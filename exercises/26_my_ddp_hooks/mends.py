@@ -21,7 +21,7 @@ WAIT = """\
 SEND_LOSS = "        dist.all_reduce(loss.detach())\n"
 
 RIGHT = {
-    "a mean loss to print": [(ONE, HOOK), (TWO, SEND), (THREE, f"{WAIT}{SEND_LOSS}")],
+    "the losses are summed too": [(ONE, HOOK), (TWO, SEND), (THREE, f"{WAIT}{SEND_LOSS}")],
     "futures": [
         (ONE, HOOK),
         (TWO, SEND.replace("async_op=True)", "async_op=True).get_future()")),

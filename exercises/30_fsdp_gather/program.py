@@ -2,8 +2,8 @@
 
 Each rank should hold 1 / n of each weight, its part, and give only its parts to the optimizer. A
 layer gathers its whole weight from all ranks for its forward pass, and again for its backward
-pass, and frees it each time: between two layers, a rank holds parts only, or one more weight. The
-model should learn the same, with any number of ranks that divides the weights.
+pass, and frees it each time: between two layers, a rank holds its parts, and one whole weight at
+most. The model should learn the same, with any number of ranks that divides the weights.
 
 Nothing fails. What check.py sees: each rank holds all weights.
 """

@@ -3,6 +3,7 @@
 from exercises.judge.judging import refuse
 from exercises.judge.parts import (
     LAYERS,
+    WEIGHTS,
     computed,
     plain_model,
     refuse_other_outputs,
@@ -29,7 +30,7 @@ def check(*runs):
         sent=sent_in_first_step(rank, 2),
         ddp=WHOLE,  # 2 (n - 1) / n of it
         held=computed(rank)[-1].held,
-        whole=2 * WHOLE,
+        whole=2 * WEIGHTS,
     )
 
 

@@ -3,6 +3,8 @@
 from exercises.judge.judging import NUMBER, refuse, refuse_unfinished_messages
 from exercises.judge.parts import (
     LAYERS,
+    WEIGHT,
+    WEIGHTS,
     first_step,
     plain_model,
     refuse_other_outputs,
@@ -25,8 +27,11 @@ def check(*runs):
     return say(
         "the outputs are those of one process. While a layer computes, the weight of the next one"
         " is under way: rank 0 of two waits for the first of {layers} gathers with nothing to"
-        " compute. It holds {held:,} bytes of weights while a layer computes.",
+        " compute. It holds {held:,} bytes of weights while a layer computes; its parts and two"
+        " whole weights have {ahead:,}, all weights {whole:,}.",
         layers=len(LAYERS),
+        ahead=WEIGHTS // 2 + 2 * WEIGHT,
+        whole=WEIGHTS,
         held=usually_held(runs[0][0], "product"),
     )
 

@@ -1,8 +1,9 @@
 """Cut the two layers of a block, so that each rank holds and computes 1 / n of both.
 
 All ranks read the same images. The first layer of the block should be cut by columns: each rank
-computes some of its outputs. The second should be cut by rows: each rank takes these as its inputs,
-and the sum over all ranks is the output. One all-reduce is enough in the forward pass, and one in
+computes some of its outputs, which are rows of the tensor, since torch stores a weight as (outputs,
+inputs). The second should be cut by rows: each rank takes these outputs as its inputs, and the sum
+over all ranks is the output. One all-reduce is enough in the forward pass, and one in
 the backward pass: each rank needs the whole gradient of the block's input. The model should learn
 the same, with any number of ranks that divides the weights.
 

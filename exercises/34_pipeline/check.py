@@ -22,9 +22,9 @@ def check(ranks):
     for rank in ranks:
         refuse_forgotten_messages(rank)
     return say(
-        "the weights are those of one process. Rank 0 holds at most 2 of {count} micro-batches. Of"
-        " {slots} micro-batches' time, each rank waits for 1; with whole batches it would wait half"
-        " of the time.",
+        "the weights are those of one process. Rank 0 holds at most 2 of {count} micro-batches. In"
+        " the time of {slots} micro-batches, each rank waits for one; with whole batches it would"
+        " wait half of the time.",
         count=MICRO_BATCHES,
         slots=MICRO_BATCHES + 1,
     )
@@ -53,8 +53,8 @@ def refuse_waiting(rank):
     forward = sum(event.kind == "batch" for event in first_step(rank))
     if forward != MICRO_BATCHES:
         refuse(
-            "Rank 0 computes each batch in {forward} parts; expected {count}: while one rank"
-            " computes a part, the other can compute another one.",
+            "Rank 0 makes {forward} forward passes per batch; expected {count}: while one rank"
+            " computes a part of it, the other can compute another one.",
             forward=forward,
             count=MICRO_BATCHES,
         )

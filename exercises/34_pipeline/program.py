@@ -2,9 +2,9 @@
 
 Rank 0 has the first half of the layers, rank 1 the second half. With one message per batch, one of
 them always waits. Instead, divide each batch into four parts: while rank 1 computes the first, rank
-0 computes the second. After that, rank 0 should do one backward and one forward pass in turns, so
-that it holds the activations of two micro-batches at most. The gradients should be those of the
-whole batch.
+0 computes the second. After its first two forward passes, rank 0 should do one backward and one
+forward pass in turns, so that it holds the activations of two micro-batches at most. The gradients
+should be those of the whole batch.
 
 Nothing fails. What check.py sees: rank 0 computes nothing while rank 1 does, and vice versa.
 """

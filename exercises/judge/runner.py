@@ -19,6 +19,7 @@ from exercises.sentences import Sentence, say
 
 LIMIT = 60  # seconds for a program that computes; one that waits is stopped earlier
 STILL = 3  # seconds without progress of any rank after which they are said to hang
+TOGETHER = 10  # the same if all are in one line, as when they meet and a name server is slow
 IDLE = 0.05  # fraction of a core below which a rank waits; its reports need less
 GRACE = 2  # seconds that the other ranks have after one has failed, to fail too
 MODULES = [
@@ -88,14 +89,14 @@ class Rank:
             while self.connection.poll():
                 self.reports.append((time.monotonic(), *self.connection.recv()))
 
-    def waits(self):
-        """Return whether the rank has reported for STILL seconds that it does nothing."""
+    def waits(self, seconds=STILL):
+        """Return whether the rank has reported for so many seconds that it does nothing."""
         now = time.monotonic()
-        recent = [one for one in self.reports if one[0] > now - STILL]
-        if not recent or self.reports[0][0] > now - STILL or len(recent) < 5:
+        recent = [one for one in self.reports if one[0] > now - seconds]
+        if not recent or self.reports[0][0] > now - seconds or len(recent) < 5:
             return False  # too young, or the machine is so busy that the reports are late
         (_, line, events, cpu), last = recent[0], recent[-1]
-        is_still = last[1:3] == (line, events) and last[3] - cpu < IDLE * STILL
+        is_still = last[1:3] == (line, events) and last[3] - cpu < IDLE * seconds
         return is_still and not is_busy(self.process.pid)
 
     def stop(self):
@@ -166,7 +167,9 @@ def watch(ranks, limit):
             failed = failed or time.monotonic()
         if failed and time.monotonic() > failed + GRACE:  # as torchrun stops them
             return "failed"
-        if all(rank.waits() for rank in alive):
+        lines = {rank.reports[-1][1] for rank in alive if rank.reports}
+        is_meeting = len(lines) == 1 and len(alive) == len(ranks)
+        if all(rank.waits(TOGETHER if is_meeting else STILL) for rank in alive):
             return "hangs"
         if time.monotonic() > begin + limit:
             return "limit"
