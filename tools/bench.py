@@ -37,10 +37,10 @@ from gpt.report import flops_per_token, peak_of
 from gpt.text import VOCABULARY
 from imagenet.flags import AMP_DTYPES, add_machine_flags, check_machine_flags, output_file
 from imagenet.model import build_model
-from tools.records import ROOT, group, pick_device, ratios, spread
+from tools.machine import pick_device
+from tools.records import ROOT, group, ratios, spread
 
 RUNS = {"images": ("bare", "dummy"), "text": ("plain", "compiled", "08")}
-SCRIPTS = {"dummy": "06"}
 SPEEDS = {"images": "images_per_second", "text": "tokens_per_second"}
 SIZES = ("layers", "heads", "width", "context")  # of the model of 08
 
@@ -67,9 +67,15 @@ def parse_args():
     args = parser.parse_args()
     check_machine_flags(parser, args)
     args.runs = args.runs or RUNS[args.kind]
+    if unknown := [name for name in args.runs if name not in RUNS[args.kind]]:
+        runs = " ".join(RUNS[args.kind])
+        parser.error(f"{args.kind} --runs {unknown[0]}: expected some of --runs {runs}")
     if args.kind == "text":
         if args.amp == "fp16" or args.compile or args.channels_last:
-            parser.error("text: expected --amp none or bf16, and of 08 no --compile and no layout")
+            parser.error(
+                "text: found --amp fp16, --compile or --channels-last, which 08 does not have; "
+                "expected none of them, as in: python tools/bench.py text --amp bf16"
+            )
         args.arch = "gpt"
         args.batch_size = args.batch_tokens // args.context  # windows
     return args
@@ -117,7 +123,7 @@ def show(args, runs):
         print(f"{name:9} {speeds:>30} {memory:8} MiB   {ratio}")
     script = next((name for name in ("dummy", "08") if name in runs), first)
     speed = median(run[column] for run in runs[script])
-    line = f"{SCRIPTS.get(script, script)}: {speed:.0f} {unit}"
+    line = f"{'06' if script == 'dummy' else script}: {speed:.0f} {unit}"
     peak = peak_of(runs[first][0]["device_name"])
     if args.kind == "text" and peak:
         line += f", MFU {speed * flops_per_token(args, GPT(**sizes(args))) / peak / 1e12:.1%}"

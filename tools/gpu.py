@@ -34,7 +34,8 @@ import torchvision
 from common.errors import UserError, one_line_errors
 from common.flags import Parser, number
 from common.records import environment
-from tools.records import RESULTS, RecordError, machine_name, pick_device, read
+from tools.machine import machine_name, pick_device
+from tools.records import RESULTS, RecordError, read
 
 
 class Part(NamedTuple):

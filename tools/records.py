@@ -1,16 +1,10 @@
-"""Read the records in results/, and name this machine for new ones."""
+"""Read the records in results/."""
 
 import json
-import re
 import shlex
 import sys
 from pathlib import Path
 from statistics import median
-
-import torch
-
-from common.machine import cores_per_process
-from common.records import device_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -21,21 +15,6 @@ class RecordError(ValueError):
 
     The message says what was found and what to do.
     """
-
-
-def pick_device():
-    """Return the device that this machine computes on."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def machine_name():
-    """Return a name for this machine, of its device and the number of devices."""
-    device = pick_device()
-    count = f"{cores_per_process(1)} cores"
-    if device.type != "cpu":
-        devices = torch.accelerator.device_count()
-        count = f"x {devices}" if devices > 1 else ""
-    return re.sub(r"[^a-z0-9]+", "-", f"{device_name(device)} {count}".lower()).strip("-")
 
 
 def to_run(command):

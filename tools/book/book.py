@@ -35,7 +35,7 @@ from tools.book import comments
 from tools.book.pages import BLOCK, chinese_pages, pages
 from tools.book.phrases import Phrases
 from tools.book.tables import TABLES
-from tools.records import RESULTS, ROOT, hardware, machine_name, pick_device, records
+from tools.records import RESULTS, ROOT, hardware, records
 
 
 class BookError(ValueError):
@@ -169,6 +169,7 @@ def shown_commands():
 def record(commands):
     """Run commands and record their output in results/output/."""
     from common.records import environment
+    from tools.machine import machine_name, pick_device
 
     path = RESULTS / "output" / f"{machine_name()}.jsonl"
     path.parent.mkdir(exist_ok=True)
