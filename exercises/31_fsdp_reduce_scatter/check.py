@@ -2,8 +2,8 @@
 
 from exercises.judge.judging import refuse
 from exercises.judge.parts import (
-    LAYERS,
     WEIGHTS,
+    WHOLE,
     computed,
     plain_model,
     refuse_other_outputs,
@@ -14,7 +14,6 @@ from exercises.judge.runner import FOUR_MEASURED, MEASURED
 from exercises.sentences import say
 
 SETUPS = [MEASURED, FOUR_MEASURED]
-WHOLE = sum(a * b * 4 for a, b in LAYERS)  # bytes
 
 
 def check(*runs):

@@ -48,6 +48,7 @@ INNER = 6  # layers of WIDTH to WIDTH weights
 LAYERS = [(16, WIDTH), *[(WIDTH, WIDTH)] * INNER, (WIDTH, 4)]
 WEIGHT = WIDTH * WIDTH * 4  # bytes of an inner layer
 WEIGHTS = INNER * WEIGHT  # those of the others are not LARGE
+WHOLE = sum(a * b * 4 for a, b in LAYERS)  # bytes of all layers
 
 
 def plain_model():
@@ -145,20 +146,19 @@ def refuse_whole_weights(ranks, ahead=1, holds_gradients=False):
         holds_gradients: whether the whole gradients are allowed.
     """
     count = len(ranks)
-    whole = sum(a * b * 4 for a, b in LAYERS)
     for rank in ranks:
         refuse_torchs_own(rank)
         if not values(rank, "before"):
             refuse("I see no training step: expected a call of `optimizer.step()`.")
         given = sum(weight.nbytes for weight in values(rank, "before")[0].weights)
-        if given > 1.1 * whole / count:
+        if given > 1.1 * WHOLE / count:
             refuse(
                 "With {count} ranks, rank {rank} gives {given:,} bytes of weights to the optimizer;"
                 " its part of all weights is {part:,}.",
                 count=count,
                 rank=rank.rank,
                 given=given,
-                part=whole // count,
+                part=WHOLE // count,
             )
         relus = [one for one in computed(rank) if one.name == "relu"]
         too_much = []  # (what it holds, what it may hold)
@@ -183,9 +183,7 @@ def refuse_whole_weights(ranks, ahead=1, holds_gradients=False):
             )
 
 
-def usually_held(rank, name, in_backward=False):
-    """Return the bytes that a rank holds at the relus or products of a pass: the median."""
-    sizes = [
-        one.held for one in computed(rank) if (one.name, one.in_backward) == (name, in_backward)
-    ]
+def usually_held(rank, name):
+    """Return the bytes that a rank holds at the relus or products of a forward pass: the median."""
+    sizes = [one.held for one in computed(rank) if one.name == name and not one.in_backward]
     return sorted(sizes)[len(sizes) // 2]

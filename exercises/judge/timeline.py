@@ -48,8 +48,11 @@ def acts(record):
             found.append(Act(event.time, 0, CALLS[event.kind]))
         elif event.kind == "message":
             message = event.value
-            name, size, ranks = message.name, message.size, message.ranks
-            size = f" {size / 1000:.3g} kB" if size >= 1000 else f" {size} B" if size else ""
+            name = message.name
+            ranks = message.ranks
+            size = f" {message.size} B" if message.size else ""
+            if message.size >= 1000:
+                size = f" {message.size / 1000:.3g} kB"
             peer = {"send": f" → {ranks[-1]}", "recv": f" ← {ranks[0]}"}.get(name, "")
             key = ("pair" if peer else name, ranks)
             counts[key] += 1
