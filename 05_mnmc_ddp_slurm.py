@@ -91,7 +91,7 @@ def main(args):
             dist.broadcast(buffer, src=0)  # the last step changed each rank's batch norm statistics
         totals = torch.zeros(3, device=device)
         with torch.no_grad():
-            for images, targets in test_loader:
+            for images, targets in report.with_bar(test_loader):
                 images = images.to(device, non_blocking=True)
                 targets = targets.to(device, non_blocking=True)
                 outputs = model(normalize(images))

@@ -227,7 +227,7 @@ def evaluate(run, loader):
     model.eval()
     run.votes.restart()
     totals = torch.zeros(4, device=run.d.device)
-    for images, targets in loader:
+    for images, targets in run.progress.with_bar(loader):
         run.votes.cast(stop=signals.stop.signal)
         if len(images):  # with more ranks than images, some ranks have none
             with run.autocast():

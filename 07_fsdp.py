@@ -106,7 +106,7 @@ def main(args):
         batches = itertools.islice(itertools.chain(test_loader, test_loader), test_steps)
         with torch.no_grad():
             # Each forward pass needs all ranks: a rank with one batch fewer repeats its first.
-            for step, (images, targets) in enumerate(batches):
+            for step, (images, targets) in enumerate(report.with_bar(batches, test_steps)):
                 images = images.to(device, non_blocking=True)
                 targets = targets.to(device, non_blocking=True)
                 outputs = model(normalize(images))

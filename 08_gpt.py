@@ -134,7 +134,7 @@ def main(args):
         model.eval()
         totals = torch.zeros(2, device=device)
         with torch.no_grad():
-            for tokens, targets in test_loader:
+            for tokens, targets in report.with_bar(test_loader):
                 tokens = tokens.to(device, non_blocking=True)
                 targets = targets.to(device, non_blocking=True)
                 outputs = model(tokens)

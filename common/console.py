@@ -24,11 +24,15 @@ class Console:
             tqdm.write(line)  # above the progress bar, if there is one
             sys.stdout.flush()
 
-    def with_bar(self, batches, total, description):
-        """Return an iterator over batches. A terminal shows how many of them there have been."""
+    def with_bar(self, batches, total, description, delay=0):
+        """Return an iterator over batches. A terminal shows how many of them there have been.
+
+        Args:
+            delay: float, seconds until the bar appears.
+        """
         is_hidden = not self.is_main or not sys.stdout.isatty()
         options = {"unit": "batch", "leave": False, "file": sys.stdout, "disable": is_hidden}
-        self.bar = tqdm(batches, description, total, **options)
+        self.bar = tqdm(batches, description, total, delay=delay, **options)
         return iter(self.bar)
 
 

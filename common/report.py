@@ -73,7 +73,7 @@ class Report:
         weights = sum(p.numel() for p in model.parameters()) / 1e6
         self.print(
             f"{args.dataset}: {len(train_set)} train and {len(test_set)} test images of {size}, "
-            f"{storage}, {train_set.num_classes} classes | {args.arch}, {weights:.1f} M weights"
+            f"{storage}, {train_set.num_classes} classes"
         )
         if test_set.note:
             self.print(test_set.note)
@@ -82,9 +82,10 @@ class Report:
             options.append(f"{args.warmup_epochs:g} epochs of warm-up")
         if r["sync_bn"]:
             options.append("synchronized batch norm")
+        self.print(f"{args.arch}, {weights:.1f} M weights | {', '.join(options)}")
         self.print(
             f"global batch = {r['batch_size']} x {self.world_size} = {r['global_batch']} | "
-            f"lr {args.lr:g} -> {lr:g} | {', '.join(options)}"
+            f"lr {args.lr:g} -> {lr:g}"
         )
 
     def timed(self, loader, epoch):
@@ -97,6 +98,15 @@ class Report:
         batches = self.epoch.batches(iter(loader), self.world_size)
         description = f"epoch {epoch + 1}/{self.args.epochs}"
         return self.console.with_bar(batches, len(loader), description)
+
+    def with_bar(self, batches, count=None):
+        """Return an iterator over an evaluation. In a terminal, a long one shows a bar.
+
+        Args:
+            count: int, for an iterator, which has no len().
+        """
+        count = len(batches) if count is None else count
+        return self.console.with_bar(batches, count, "test", delay=2)
 
     def due(self, step):
         """Return whether a step, counted from 0, gets a line. All processes agree.
@@ -139,8 +149,8 @@ class Report:
         self.print(
             f"   == test: [{epoch.number + 1}/{self.args.epochs}] | "
             f"loss: {loss:.3f} | acc: {self.test_acc:6.3f}% | "
-            f"epoch took {epoch.seconds:.1f} s, {epoch.speed(epoch.warm):.0f} img/s, "
-            f"{epoch.waited / epoch.seconds:.1%} of it waiting for data"
+            f"{epoch.seconds:.1f} s, {epoch.speed(epoch.warm):.0f} img/s, "
+            f"{epoch.waited / epoch.seconds:.1%} waiting for data"
         )
         tested = {"test_loss": round(loss, 4), "test_acc": round(self.test_acc, 3)}
         if self.args.log_file and self.console.is_main:

@@ -29,6 +29,7 @@ from common.flags import Parser, whole_number
 from exercises.judge import runner, timeline
 from exercises.sentences import say, text_of
 from exercises.texts import COURSE, FOLDERS, read_text, split_docstring
+from launch.colors import colored
 
 HERE = Path(__file__).resolve().parent
 LINES = 24  # of output that are shown
@@ -105,7 +106,7 @@ class Reader:
 
     def print(self, template, **values):
         """Print a sentence in the reader's language."""
-        print(text_of(say(template, **values), self.language), flush=True)
+        print(colored(text_of(say(template, **values), self.language)), flush=True)
 
     def command(self, number, *flags):
         """Return the command that checks an exercise, or does with it what the flags say."""
@@ -328,7 +329,8 @@ class Reader:
                 passed, sentence, mark = False, say("no file"), "-"
             failed += not passed
             mark, text = (text_of(part, self.language) for part in (mark, sentence))
-            print(f"{number:2} {mark:8} {time.monotonic() - begin:4.1f} s  {text}", flush=True)
+            mark = colored(f"{mark:8}")
+            print(f"{number:2} {mark} {time.monotonic() - begin:4.1f} s  {text}", flush=True)
         return int(failed > 0)
 
     # Watching
@@ -438,7 +440,7 @@ def name_of(number):
 
 
 def print_diff(lines):
-    print("\n".join("..." if line.startswith("@@") else line for line in lines))
+    print(colored("\n".join("..." if line.startswith("@@") else line for line in lines)))
 
 
 def show(path):

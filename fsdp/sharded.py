@@ -203,11 +203,11 @@ def bytes_held(model, optimizer):
         ],
     }
     texts = [
-        f"{sum(local_bytes(t) for t in tensors) / 1e6:.2f} of "
-        f"{sum(t.numel() * t.element_size() for t in tensors) / 1e6:.2f} MB of {name}"
+        f"{name} {sum(local_bytes(t) for t in tensors) / 1e6:.2f} of "
+        f"{sum(t.numel() * t.element_size() for t in tensors) / 1e6:.2f}"
         for name, tensors in parts.items()
     ]
-    return f"rank 0 holds {', '.join(texts)}"
+    return f"MB on rank 0: {', '.join(texts)}"
 
 
 def local_bytes(tensor):

@@ -55,13 +55,13 @@ class TextReport(Report):
         self.flops = flops_per_token(args, model)
         self.print(
             f"text: {train_set.count} bytes to train on and {test_set.count} to test on, in "
-            f"windows of {args.context} | {describe_sizes(args)}, {weights / 1e6:.2f} M weights"
+            f"windows of {args.context}"
         )
+        self.print(f"{describe_sizes(args)}, {weights / 1e6:.2f} M weights | seed {args.seed}")
         self.print(
             f"mesh: data {args.data} x tensor {args.tensor} | global batch = "
             f"{args.batch_size // args.data // args.accumulate} windows x {args.accumulate} "
-            f"micro-batches x {args.data} = {args.batch_tokens} tokens | lr {args.lr:g} | "
-            f"seed {args.seed}"
+            f"micro-batches x {args.data} = {args.batch_tokens} tokens | lr {args.lr:g}"
         )
         data, tensor = (sent / 1e6 for sent in bytes_sent(args, weights))
         self.print(
@@ -106,7 +106,7 @@ class TextReport(Report):
         tokens, speed = self.speed(epoch.warm)
         self.print(
             f"   == test: [{epoch.number + 1}/{self.args.epochs}] | loss: {loss:.3f} | "
-            f"{self.test_bits:.3f} bits per byte | epoch took {epoch.seconds:.1f} s, {speed}"
+            f"{self.test_bits:.3f} bits per byte | {epoch.seconds:.1f} s, {speed}"
         )
         if self.args.log_file and self.console.is_main:
             trained = {

@@ -76,16 +76,18 @@ class Progress:
         weights = sum(p.numel() for p in model.parameters()) / 1e6
         self.print(
             f"{r['dataset']}: {len(train_set)} train and {len(val_set)} test images, "
-            f"{len(train_set.classes)} classes, seen at {args.image_size}x{args.image_size} | "
-            f"{args.arch}, {weights:.1f} M weights"
+            f"{len(train_set.classes)} classes, seen at {args.image_size}x{args.image_size}"
+        )
+        self.print(
+            f"{args.arch}, {weights:.1f} M weights | lr {args.lr:g} -> {r['lr']:g} | "
+            f"{', '.join(self._options())}"
         )
         sizes = " to ".join(str(size) for size in sorted(set(self.sampler.micro_batch_sizes())))
         accumulate = self.sampler.accumulate
         micro = f" in {accumulate} micro-batches" if accumulate > 1 else ""
         self.print(
             f"global batch {args.batch_size}: {sizes} images per process at a time{micro}, "
-            f"{self.sampler.steps} steps per epoch | lr {args.lr:g} -> {r['lr']:g} | "
-            f"{', '.join(self._options())}"
+            f"{self.sampler.steps} steps per epoch"
         )
 
     def _options(self):
@@ -128,6 +130,10 @@ class Progress:
         total = (sampler.steps - first_step) * sampler.accumulate
         return self.console.with_bar(batches, total, description)
 
+    def with_bar(self, loader):
+        """Return an iterator over an evaluation. In a terminal, a long one shows a bar."""
+        return self.console.with_bar(loader, len(loader.loader), "test", delay=2)
+
     def backward_done(self):
         """Note that the last backward pass of a step has returned."""
         if self.communication:
@@ -164,8 +170,8 @@ class Progress:
         left = (self.args.epochs * epoch.steps - steps_done) * seconds_per_step
         self.print(
             f"   == step: [{step + 1:4}/{epoch.steps}] [{epoch.number + 1}/{self.args.epochs}] | "
-            f"loss: {loss:.3f} | top-1: {top1:6.3f}% | {speed:.0f} img/s | lr {lr:.4g} | "
-            f"{parts} | {duration(left)} left"
+            f"loss: {loss:.3f} | top-1: {top1:6.3f}% | {speed:.0f} img/s\n"
+            f"      lr {lr:.4g} | {parts} | {duration(left)} left"
         )
         self.console.bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} img/s")
         scalars = {
@@ -190,7 +196,7 @@ class Progress:
         speed = ""
         if epoch.first_step < epoch.steps:  # otherwise an earlier process trained this epoch
             measured = epoch.record()
-            speed = f" | {epoch.speed(epoch.warm):.0f} img/s, "
+            speed = f"\n      {epoch.speed(epoch.warm):.0f} img/s, "
             speed += f"{epoch.waited / epoch.seconds:.1%} waiting for data"
         if evaluation:
             loss, top1, top5, images = evaluation

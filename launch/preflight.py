@@ -34,6 +34,7 @@ from launch.checks.messages import Pulse, collect, wait_for
 from launch.checks.network import Attempt, Listener, connect_to_all
 from launch.checks.starting import check_start, open_store, processes_here
 from launch.checks.verdicts import Check
+from launch.colors import colored
 
 ARRIVAL = datetime.timedelta(seconds=20)  # to connect to rank 0
 
@@ -146,7 +147,7 @@ def lead(store, me, world_size, work, args):
     else:
         done.append(Check("all_reduce", "warn", "not measured, because a check above failed"))
     report = show.as_json if args.json else show.as_text
-    print(report(all_facts, clocks, done, times), flush=True)
+    print(colored(report(all_facts, clocks, done, times)), flush=True)
     store.set("end", json.dumps(True))
     # The store ends with this process: the others read "end" first.
     collect(store, "end", [rank for rank in answers if rank > 0], silence=2)

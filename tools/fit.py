@@ -422,15 +422,16 @@ def remedies(args):
 
 def table(rows):
     """Return the lines of the table, in GB."""
-    names = {name: name.replace("checkpointing", "ckpt") for name in rows}
-    width = max(map(len, names.values()))
-    head = ("weights", "gradients", "optimizer", "activations", "temporary", "    sum")
-    lines = [f"{'GB per GPU':{width}} {' '.join(head)} fits peak in"]
+    head = ("weights", " grads", " optim", " activ", "  temp", "   sum")
+    lines = [f"{'GB per GPU':20} {' '.join(head)} fits peak in"]
     for name, (memory, fits) in rows.items():
         gigabytes = [*memory[1:], memory.total]
         cells = [f"{x / 1e9:{len(column)}.2f}" for x, column in zip(gigabytes, head, strict=True)]
+        label = name.replace("ZeroRedundancyOptimizer", "ZeRO-1")
+        if name.endswith("checkpointing"):  # the row above, with checkpoints
+            label = "  with ckpt"
         answer = "yes" if fits else "no"
-        lines.append(f"{names[name]:{width}} {' '.join(cells)} {answer:4} {memory.moment}")
+        lines.append(f"{label:20} {' '.join(cells)} {answer:4} {memory.moment}")
     return lines
 
 
@@ -438,15 +439,17 @@ def main(args):
     model = describe_model(args, args.batch_size)
     weights = model.weights / 1e6
     compute = "float32" if args.amp == "none" else "bf16, weights in float32"
-    print(f"model:      {args.arch or 'equal blocks'}, {weights:.1f} million weights, {compute}")
-    print(f"step:       {args.batch_size} images per process, {args.optimizer}")
+    print(f"model:   {args.arch or 'equal blocks'}, {weights:.1f} million weights, {compute}")
+    print(f"step:    {args.batch_size} images per process, {args.optimizer}")
     print(
-        f"GPUs:       {args.gpus}, {args.memory_gb:g} GB each, of which "
-        f"{100 * MARGIN:g} % stay free for what is not counted (see --help)"
+        f"GPUs:    {args.gpus} of {args.memory_gb:g} GB; {100 * MARGIN:g} % stay free for what is "
+        "not counted (see --help)"
     )
-    print("gradients:  with DDP also its buckets, which are a second copy")
-    print("temporary:  gathered weights, gradients to reduce, copies in optimizer.step()")
-    print("ckpt:       activation checkpointing, 07 --checkpoint-activations\n")
+    print("grads:   gradients; with DDP also its buckets, which are a second copy")
+    print("activ:   activations, which the backward pass needs")
+    print("temp:    gathered weights, gradients to reduce, copies in optimizer.step()")
+    print("ckpt:    activation checkpointing, 07 --checkpoint-activations")
+    print("ZeRO-1:  ZeroRedundancyOptimizer\n")
     rows = compare(args, model, args.gpus)
     print("\n".join(table(rows)))
     if name := simplest(rows):

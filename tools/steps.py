@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from launch.colors import colored
 
 
 class Step(NamedTuple):
@@ -122,7 +125,7 @@ def main():
             numbers = ", ".join(script[:2] for script in STEPS)
             found = f"steps.py: error: {sys.argv[1]}: expected one of {numbers}"
             sys.exit(f"{found}; python tools/steps.py 03")
-        print("\n".join(diff(scripts[0])))
+        print(colored("\n".join(diff(scripts[0]))))
         return
     for path in sorted(ROOT.glob("0?_*.py")):
         print(describe(path.name))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from colors import colored
 from rank_watch.before import compare
 from rank_watch.calls import differences, join
 from rank_watch.findings import judge
@@ -216,7 +217,7 @@ class Monitor:
                     f"rates and dropout were not compared; compared: {seen or 'nothing'}"
                 )
         lines += [f"note: {text}" for text in judgment.notes]
-        print("\n".join(lines), flush=True)
+        print(colored("\n".join(lines)), flush=True)
         code = int(bool(found))
         verdict = {"kind": "verdict", "code": code, "text": "\n".join(lines[1:])}
         # First to the ranks that wait: the end of the others is an error in their collective.

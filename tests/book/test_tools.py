@@ -182,6 +182,14 @@ def test_a_step_changes_no_section_that_is_not_its_lesson(monkeypatch, capsys):
     assert "+import torch.distributed as dist" in shown
     sizes = tuple(sum(line.startswith(sign) for line in shown) for sign in "+-")
     assert sizes == steps.size("03_mnmc_ddp_launch.py")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    steps.main()
+    in_color = capsys.readouterr().out
+    assert "\n\033[32m+import torch.distributed as dist\033[0m\n" in in_color
+    assert "\n\033[31m-" in in_color
+    monkeypatch.setenv("NO_COLOR", "1")
+    steps.main()
+    assert capsys.readouterr().out.splitlines() == shown
     monkeypatch.setattr("sys.argv", ["steps.py", "01"])
     with pytest.raises(SystemExit, match="error: 01: expected one of 02, 03, 04, 05, 07, 08"):
         steps.main()

@@ -84,9 +84,10 @@ def far(a, b):
 
 def held(run):
     """Return [(MB on rank 0, MB of all ranks), ...] of weights, gradients, optimizer state."""
-    line = re.search(r"rank 0 holds (.*)", run.out)[1]
-    assert re.findall("MB of ([a-z ]+)", line) == ["weights", "gradients", "optimizer state"]
-    return [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) of ([\d.]+) MB", line)]
+    line = re.search(r"MB on rank 0: (.*)", run.out)[1]
+    names = re.findall(r"([a-z][a-z ]*) [\d.]+ of", line)
+    assert names == ["weights", "gradients", "optimizer state"]
+    return [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) of ([\d.]+)", line)]
 
 
 def test_a_rank_holds_a_part_of_everything_and_learns_the_same(train):

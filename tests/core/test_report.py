@@ -55,6 +55,16 @@ def test_a_terminal_shows_a_progress_bar_and_a_file_and_other_ranks_do_not(clock
         assert text == "" or rank == 0
 
 
+def test_a_terminal_shows_a_bar_in_an_evaluation_of_more_than_two_seconds(clock, monkeypatch):
+    monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
+    report = Report(flags(), torch.device("cpu"))
+    for seconds in (0.1, 1):
+        monkeypatch.setattr(sys, "stdout", Terminal())
+        for _ in report.with_bar(range(5)):
+            clock.now += seconds
+        assert ("test:" in sys.stdout.getvalue()) == (seconds == 1)
+
+
 def test_the_device_is_synchronised_before_the_clock_is_read(clock, monkeypatch):
     reads = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: reads.append(clock.now))
