@@ -58,7 +58,7 @@ charts: $(VENV)/ready-charts  ## redraw docs/figures/ and notebooks/ from result
 		else echo "skipping $$name, which is not recorded: see results/README.md"; \
 		fi; \
 	done; [ "$$drawn" ] || { echo "make: nothing in results/ for MACHINE=$(MACHINE)" >&2; exit 2; }
-	$(if $(filter notebooks,$(EXECUTED)),$(RUN) tools/book/figures.py)
+	$(if $(filter notebooks,$(EXECUTED)),$(RUN) notebooks/charts.py)
 
 SITE := site
 SPHINX := $(RUN) -m sphinx -q -W --keep-going -E -c tools/site -d $(VENV)/doctrees

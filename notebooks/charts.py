@@ -1,35 +1,32 @@
-"""What the notebooks share: load and check records, draw charts in one style, save figures.
+"""What the notebooks call: load and check records, show tables, draw charts in one style.
 
 The colours are from Okabe and Ito, for readers with colour blindness. Every series also has its own
-marker.
+marker. As a program, draw the figure that no notebook draws: make charts does.
 """
 
+import functools
 import os
 import sys
 from pathlib import Path
 from statistics import mean, median
 
 import matplotlib.pyplot as plt
+from IPython.display import Markdown, display
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the notebooks import tools too
 
 from tools import records  # noqa: E402
 from tools.book import chinese_figures  # noqa: E402
-from tools.records import RecordError, group, published, select  # noqa: E402, F401
+from tools.records import RecordError, group, published, select  # noqa: E402
 
 OURS = "amd-epyc-2-cores"  # the machine of the figures in docs/, as in the Makefile
 MACHINE = os.environ.get("MACHINE", OURS)
 FIGURES = Path(os.environ.get("FIGURES", ROOT / "docs/figures"))
 
-BLUE = "#0072B2"
-ORANGE = "#E69F00"
-GREEN = "#009E73"
-PURPLE = "#CC79A7"
-SKY = "#56B4E9"
-RED = "#D55E00"
 GREY = "#666666"
-COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9")
+MARKERS = "os^vD"
 PUBLISHED = {
     "color": GREY,
     "marker": "D",
@@ -39,6 +36,7 @@ PUBLISHED = {
     "zorder": 1,
 }
 
+WIDTH = 8  # inches: 576 points. The pages show them in 824 pixels, 8 points in 11.
 plt.rcParams |= {
     "figure.dpi": 110,
     "figure.constrained_layout.use": True,
@@ -111,13 +109,7 @@ def steady(lines):
 
 
 def need(data, label):
-    """Return the data of a series.
-
-    Without this check, a figure without the series would look correct.
-
-    Raises:
-        RecordError: there is no data.
-    """
+    """Return the data of a series, or raise RecordError: a chart without it would look correct."""
     if not data:
         raise RecordError(
             f"nothing to draw for {label!r} on {MACHINE}: expected a record in results/"
@@ -125,34 +117,30 @@ def need(data, label):
     return data
 
 
-def line(ax, points, label, **style):
+def values(lines, by, column):
+    """Return {value of one column: list of the values of another}."""
+    return {x: [r[column] for r in some] for x, some in group(lines, by).items()}
+
+
+def table(header, rows):
+    """Show a table as Markdown, with all columns but the first aligned to the right."""
+    cells = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    display(Markdown("\n".join(f"| {' | '.join(map(str, row))} |" for row in cells)))
+
+
+def line(ax, points, label, look, **style):
     """Draw the mean for each x as a line, and each value as a faint dot.
 
     Args:
         points: {x: list of values}.
+        look: the number of a colour and a marker; `style` may replace them.
     """
+    style = {"color": COLORS[look], "marker": MARKERS[look]} | style
     points = dict(sorted(need(points, label).items()))
-    ax.plot(points.keys(), [mean(values) for values in points.values()], label=label, **style)
-    for x, values in points.items():
-        if len(values) > 1:
-            ax.plot([x] * len(values), values, ".", color=style["color"], alpha=0.5, markersize=4)
-
-
-def bars(ax, values, color):
-    """Draw the median of each list of values as a bar, and minimum to maximum as a whisker.
-
-    Args:
-        values: {label: list of values}, drawn from top to bottom.
-    """
-    for y, (label, measured) in enumerate(values.items()):
-        middle = median(measured)
-        ax.barh(y, middle, color=color if isinstance(color, str) else color[label], height=0.65)
-        ax.plot([min(measured), max(measured)], [y, y], color="black", linewidth=1)
-        ax.text(max(measured), y, f"  {middle:.2f}", va="center", fontsize=8)
-    ax.set_yticks(range(len(values)), values)
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    ax.set_xlim(0, 1.18 * max(max(measured) for measured in values.values()))
+    ax.plot(points.keys(), [mean(some) for some in points.values()], label=label, **style)
+    for x, some in points.items():
+        if len(some) > 1:
+            ax.plot([x] * len(some), some, ".", color=style["color"], alpha=0.5, markersize=4)
 
 
 def processes_axis(ax, counts, label="processes"):
@@ -163,32 +151,208 @@ def processes_axis(ax, counts, label="processes"):
     ax.set_xlabel(label)
 
 
-def save(fig, name):
-    """Write a figure to docs/figures/NAME.png, for another MACHINE to NAME-MACHINE.png.
+def times_factor(factor, number, _):
+    """Return the text of a tick in another unit, without a power, whose exponent would be small."""
+    return f"{factor * number:g}"
 
-    Raises:
-        RecordError: one of its axes has no data.
-    """
-    for k, ax in enumerate(fig.axes, start=1):
-        if not ax.has_data():
-            raise RecordError(f"{name}: axes {k} ({ax.get_title()!r}) shows no data")
+
+def save(fig, name):
+    """Write a figure to docs/figures/ in both languages, for another MACHINE with its name."""
     path = FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png")
-    write(fig, path, recorded(name))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Software": None, "Recorded": recorded(name)}
+    fig.savefig(path, metadata=metadata)
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    print(f"figure: {shown}, of records until {metadata['Recorded'][:10]}")
+    if path.parent == ROOT / "docs/figures" and MACHINE == OURS:
+        chinese_figures.save(fig, path.name, metadata)
 
 
 def recorded(name):
     """Return when the newest record of a figure was made."""
-    experiment = {"planning": "scaling", "syncbn_published": "syncbn"}
-    path = records.RESULTS / experiment.get(name, name) / f"{MACHINE}.jsonl"
+    path = records.RESULTS / name.removesuffix("_published") / f"{MACHINE}.jsonl"
     return max(record["started"] for record in records.read(path))
 
 
-def write(fig, path, recorded):
-    """Write a figure of records until `recorded`; one of docs/figures/ in Chinese too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Software": None, "Recorded": recorded}
-    fig.savefig(path, metadata=metadata)
-    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    print(f"figure: {shown}, of records until {recorded[:10]}")
-    if path.parent == ROOT / "docs/figures" and MACHINE == OURS:
-        chinese_figures.save(fig, path.name, metadata)
+# The charts
+
+
+def accuracy(runs, settings):
+    """Draw accuracy by epoch, and after the last epoch by number of processes.
+
+    Args:
+        settings: values of the column "setting": one process, as published, others.
+    """
+    theirs = published()["cifar10"]
+    places = [["by epoch", "."], ["train", "test"]]
+    fig, axes = plt.subplot_mosaic(places, figsize=(WIDTH, 5.8))
+    by_epoch, train, test = axes.values()
+    epochs = range(1, len(theirs["dataparallel"]["train_acc"]) + 1)
+    for look, run in enumerate(theirs["runs"]):
+        n = run["world_size"]
+        if some := select(runs, world_size=n, setting=tuple(settings[:2])):
+            name = f"{n} process{'es' * (n > 1)}"
+            color = GREY if n == 1 else COLORS[0]  # that of the same setting below
+            line(by_epoch, values(some, "epoch", "train_acc"), name, look, color=color)
+        by_epoch.plot(epochs, run["train_acc"], label="published" * (n == 1), **PUBLISHED)
+    crosses = PUBLISHED | {"marker": "x", "label": "published, DataParallel"}
+    by_epoch.plot(epochs, theirs["dataparallel"]["train_acc"], **crosses)
+    by_epoch.set(title="The published runs, repeated", xlabel="epoch", xticks=epochs)
+
+    test.sharey(train)
+    last = last_epochs("accuracy", runs)
+    for ax, key in ((train, "train_acc"), (test, "test_acc")):
+        for look, setting in enumerate(settings[1:]):
+            some = need(select(last, setting=setting), setting) + select(last, setting=settings[0])
+            line(ax, values(some, "world_size", key), setting, look)
+        processes_axis(ax, {run["world_size"] for run in [*last, *theirs["runs"]]})
+    ends = {run["world_size"]: run["train_acc"][-1] for run in theirs["runs"]}
+    train.plot(ends.keys(), ends.values(), label="published", **PUBLISHED)
+    train.set(title="Train accuracy after the last epoch")
+    test.set(title="Test accuracy after the last epoch", ylabel="test accuracy (%)")
+    for ax, top in ((by_epoch, 0.95), (train, 0.72)):
+        ax.set_ylabel("running train accuracy (%)")
+        names = ax.get_legend_handles_labels()
+        fig.legend(*names, loc="upper left", bbox_to_anchor=(0.53, top))
+    save(fig, "accuracy")
+
+
+def speed(runs, device):
+    """Draw the median for each way to use the devices as a bar, and each round as a dot.
+
+    Args:
+        runs: records with the columns "way" and "against_one", in the order of the bars.
+        device: "core" or "GPU".
+    """
+    names = {"against_one": f"speed against one {device}"}
+    if all("launch_seconds" in r for r in runs):
+        names["launch_seconds"] = "seconds until training starts"
+    ways = list(group(runs, "way"))
+    size = (WIDTH, 0.6 + 0.35 * len(ways))
+    fig, (axes,) = plt.subplots(1, len(names), figsize=size, squeeze=False)
+    for ax, (column, name) in zip(axes, names.items(), strict=True):
+        for y, measured in enumerate(values(runs, "way", column).values()):
+            middle = median(measured)
+            ax.barh(y, middle, color=COLORS[0], alpha=0.5, height=0.65)
+            ax.plot(measured, [y] * len(measured), "o", color="black", markersize=3)
+            ax.text(max(measured), y, f"  {middle:.2f}", va="center", fontsize=8)
+        ax.set(xlabel=name, xlim=(0, 1.2 * max(r[column] for r in runs)))
+        ax.set_yticks(range(len(ways)), ways)
+        ax.tick_params(labelleft=ax is axes[0])
+        ax.invert_yaxis()
+        ax.grid(axis="y", visible=False)
+    save(fig, "speed")
+
+
+def syncbn(series, costs):
+    """Draw accuracy by images per process, and how many times as long an epoch takes with SyncBN.
+
+    Args:
+        series: {processes: {label: {images per process: records}}}.
+        costs: {processes: {images per process: list of values}}.
+    """
+    places = [list(series), ["cost"] * len(series)]
+    fig, axes = plt.subplot_mosaic(places, figsize=(WIDTH, 6), height_ratios=(3, 2))
+    cost, first = axes["cost"], axes[next(iter(series))]
+    images = "images per process and training step"
+    for color, (n, lines) in enumerate(series.items(), start=3):
+        axes[n].sharey(first)
+        for look, (label, groups) in enumerate(lines.items()):
+            points = {size: [r["test_acc"] for r in some] for size, some in groups.items()}
+            line(axes[n], points, label, look)
+        processes_axis(axes[n], points, images)
+        axes[n].set(title=f"{n} processes", ylabel="test accuracy (%)")
+        line(cost, costs[n], f"{n} processes", color)
+    processes_axis(cost, points, images)
+    cost.axhline(1, color="black", linewidth=0.8)
+    cost.set_ylim(bottom=0)
+    cost.set(ylabel="time, with / without", title="What SyncBN costs: time of an epoch")
+    cost.legend()
+    fig.legend(*first.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    save(fig, "syncbn")
+
+
+def syncbn_published(curves):
+    """Draw published accuracies: {label: one per epoch}."""
+    fig, ax = plt.subplots(figsize=(WIDTH, 3))
+    looks = zip(COLORS[2::-1], (":", "--", "-"), strict=True)
+    for (label, curve), (color, dashes) in zip(curves.items(), looks, strict=True):
+        ax.plot(range(1, len(curve) + 1), curve, dashes, color=color, label=label)
+    ax.set(xlabel="epoch", ylabel="accuracy (%)")
+    ax.legend()
+    save(fig, "syncbn_published")
+
+
+def scaling(reduces, steps, here, predicted, held_out, bands):
+    """Draw times measured and calculated, and predicted efficiencies.
+
+    Args:
+        reduces: {(bytes, processes): seconds} of all_reduce.
+        steps: records of training steps.
+        here: function (processes) -> step_model.Step, function (bytes) -> seconds of all_reduce.
+        predicted: {processes: seconds} of a training step.
+        held_out: numbers of processes that the fit does not use.
+        bands: {title: {Gbit/s: {GPUs: (from, to)}}}, in %.
+    """
+    fig, ((reduce, step), below) = plt.subplots(2, 2, figsize=(WIDTH, 6.6))
+    sizes = sorted({size for size, _ in reduces})
+    worlds = sorted({n for _, n in reduces})
+    dots = {"linestyle": "none"}
+    for look, n in enumerate(sorted({worlds[0], worlds[len(worlds) // 2], worlds[-1]})):
+        _, calculated = here(n)
+        color = COLORS[look]
+        reduce.plot(sizes, [calculated(size) for size in sizes], color=color, linewidth=1)
+        held = n in held_out
+        points = {size: [reduces[size, n]] for size in sizes}
+        label = f"{n} processes{', held out' * held}"
+        line(reduce, points, label, look, markerfacecolor="white" if held else color, **dots)
+    reduce.set(xscale="log", yscale="log", xlabel="MB", ylabel="ms")
+    reduce.set_title("all_reduce: measured and calculated")
+    reduce.legend()
+
+    grid, times = zip(*predicted.items(), strict=True)
+    computation = [here(n)[0].total for n in grid]
+    step.plot(grid, times, color=COLORS[0], linewidth=1, label="calculated")
+    step.plot(grid, computation, ":", color=GREY, label="computation only")
+    new = select(steps, world_size=tuple(held_out))
+    known = [r for r in steps if r not in new]
+    line(step, values(known, "world_size", "seconds"), "measured", 0, **dots)
+    dots["markerfacecolor"] = "white"
+    line(step, values(new, "world_size", "seconds"), "measured, held out", 0, **dots)
+    where = f", on {steps[0]['cores']} cores" if steps[0]["device"] == "cpu" else ""
+    step.set(xlabel=f"processes{where}", ylabel="ms", ylim=(0, None))
+    step.set_title("Training step: measured and calculated")
+    step.legend()
+    for axis, factor in ((reduce.xaxis, 1e-6), (reduce.yaxis, 1e3), (step.yaxis, 1e3)):
+        axis.set_major_formatter(functools.partial(times_factor, factor))
+
+    for ax, (title, networks) in zip(below, bands.items(), strict=True):
+        for look, (gbits, band) in enumerate(networks.items()):
+            low, high = zip(*band.values(), strict=True)
+            ax.fill_between(band.keys(), low, high, color=COLORS[look], alpha=0.2, linewidth=0)
+            line(ax, {n: [y] for n, (_, y) in band.items()}, f"{gbits:,} Gbit/s per node", look)
+        processes_axis(ax, [8, 32, 128, 512, 2048], "GPUs, 8 per node")
+        ax.set(ylabel="efficiency (%)", ylim=(0, 105), title=f"PREDICTION: {title}")
+        ax.legend(loc="lower left")
+    save(fig, "scaling")
+
+
+def resnet20():
+    """Draw the accuracy of ResNet-20 in its first ten epochs, beside the published log."""
+    runs = records.load("resnet20", MACHINE)
+    theirs = published()["cifar_resnet20"]
+    names = {"train_acc": "accuracy in training (%)", "test_acc": "accuracy on the test set (%)"}
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.2), sharey=True)
+    for ax, (key, name) in zip(axes, names.items(), strict=True):
+        epochs = range(1, len(theirs[key]) + 1)
+        ax.plot(epochs, theirs[key], label="GluonCV, published", **PUBLISHED)
+        for look, label in enumerate(("01, one process", "03, two processes")):
+            some = select(runs, world_size=look + 1)
+            line(ax, values(some, "epoch", key), label, look)
+        ax.set(xlabel="epoch", ylabel=name, xticks=epochs)
+    axes[0].legend(loc="lower right")
+    save(fig, "resnet20")
+
+
+if __name__ == "__main__":
+    resnet20()

@@ -23,7 +23,7 @@ import charts
 from tools import records
 
 NOTEBOOKS = ("speed", "syncbn", "accuracy", "scaling")
-FIGURES = (*NOTEBOOKS, "planning", "syncbn_published")  # two notebooks draw several
+FIGURES = (*NOTEBOOKS, "syncbn_published")  # one notebook draws two
 
 
 def code_cells(name):
@@ -34,13 +34,14 @@ def code_cells(name):
 @pytest.fixture
 def draw(monkeypatch, tmp_path, capsys):
     """Run the cells of a notebook in this process, which spares the seconds of a kernel, and return
-    what it printed.
+    what it printed, with its tables.
 
     A function (name, machine, results) -> text.
     """
     plt.switch_backend("Agg")
     monkeypatch.chdir(ROOT / "notebooks")
     monkeypatch.setattr(charts, "FIGURES", tmp_path / "figures")
+    monkeypatch.setattr(charts, "display", lambda table: print(table.data, end=""))
 
     def draw(name, machine=charts.OURS, results=ROOT / "results"):
         monkeypatch.setattr(charts, "MACHINE", machine)
@@ -59,7 +60,10 @@ def test_the_notebooks_hold_the_numbers_of_what_is_recorded_now(draw):
     found = []
     for name in NOTEBOOKS:
         outputs = [output for cell in code_cells(name) for output in cell["outputs"]]
-        shown = "".join("".join(output.get("text", [])) for output in outputs)
+        shown = "".join(
+            "".join(output.get("text", output.get("data", {}).get("text/markdown", [])))
+            for output in outputs
+        )
         printed = [re.sub(r"figure: \S+/", "figure: ", text) for text in (shown, draw(name))]
         if printed[0] != printed[1] or {output.get("name", "stdout") for output in outputs} != {
             "stdout"
@@ -75,7 +79,7 @@ def test_figures_show_the_newest_records():
     for path in sorted((ROOT / "docs/figures").rglob("*.png")):
         notes = Image.open(path).text
         drawn = notes.get("Recorded")
-        if path.stem in ("trace", "goodput", "my_ddp", "memory") or "Shows" in notes:  # drawn once
+        if path.stem in ("trace", "goodput", "memory") or "Shows" in notes:  # drawn once
             continue
         if drawn != charts.recorded(path.stem):
             older.append(f"{path.relative_to(ROOT)} shows records until {drawn}")

@@ -402,7 +402,7 @@ def translate_notebook(text, name):
         if cell["cell_type"] == "markdown":
             cell["source"] = words[cell["id"]].strip()
             continue
-        saved = re.search(r'charts\.save\(fig, "(\w+)"\)', "".join(cell["source"]))
+        saved = re.search(r"figure: docs/figures/(\w+)", json.dumps(cell["outputs"]))
         for output in cell["outputs"]:
             if saved and "image/png" in output.get("data", {}):
                 picture = (FIGURES / f"zh/{saved[1]}.png").read_bytes()

@@ -34,6 +34,7 @@ language = "zh_CN" if CHINESE else "en"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 smartquotes = False  # -- is a flag
 nb_execution_mode = "off"  # the notebooks are stored with their charts
+nb_render_markdown_format = "myst"  # has tables
 nb_code_prompt_show = "显示代码" if CHINESE else "Show the code"
 nb_code_prompt_hide = "收起代码" if CHINESE else "Hide the code"
 myst_heading_anchors = 6
