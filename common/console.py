@@ -25,11 +25,7 @@ class Console:
             sys.stdout.flush()
 
     def with_bar(self, batches, total, description, delay=0):
-        """Return an iterator over batches. A terminal shows how many of them there have been.
-
-        Args:
-            delay: float, seconds until the bar appears.
-        """
+        """Return an iterator over batches. A terminal counts them, after `delay` seconds."""
         is_hidden = not self.is_main or not sys.stdout.isatty()
         options = {"unit": "batch", "leave": False, "file": sys.stdout, "disable": is_hidden}
         self.bar = tqdm(batches, description, total, delay=delay, **options)

@@ -100,12 +100,7 @@ class Report:
         return self.console.with_bar(batches, len(loader), description)
 
     def with_bar(self, batches, count=None):
-        """Return an iterator over an evaluation. In a terminal, a long one shows a bar.
-
-        Args:
-            count: int, for an iterator, which has no len().
-        """
-        count = len(batches) if count is None else count
+        """Return an iterator over an evaluation. A terminal counts the batches of a long one."""
         return self.console.with_bar(batches, count, "test", delay=2)
 
     def due(self, step):

@@ -29,7 +29,7 @@ from common.flags import Parser, whole_number
 from exercises.judge import runner, timeline
 from exercises.sentences import say, text_of
 from exercises.texts import COURSE, FOLDERS, read_text, split_docstring
-from launch.colors import colored
+from launch.rank_watch.colors import colored
 
 HERE = Path(__file__).resolve().parent
 LINES = 24  # of output that are shown

@@ -34,7 +34,7 @@ from launch.checks.messages import Pulse, collect, wait_for
 from launch.checks.network import Attempt, Listener, connect_to_all
 from launch.checks.starting import check_start, open_store, processes_here
 from launch.checks.verdicts import Check
-from launch.colors import colored
+from launch.rank_watch.colors import colored
 
 ARRIVAL = datetime.timedelta(seconds=20)  # to connect to rank 0
 

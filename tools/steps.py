@@ -15,7 +15,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from launch.colors import colored
+from launch.rank_watch.colors import colored
 
 
 class Step(NamedTuple):

@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from colors import colored
 from rank_watch.before import compare
 from rank_watch.calls import differences, join
+from rank_watch.colors import colored
 from rank_watch.findings import judge
 from rank_watch.runs import Run
 from rank_watch.watched.collectives import explain_failure

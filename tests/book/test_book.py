@@ -29,7 +29,7 @@ from torch.distributed.run import get_args_parser
 from imagenet.signals import EXIT_REQUEUE
 from tools.book import book, chinese, comments
 from tools.book.pages import SEE_LINK, chinese_pages
-from tools.book.tables import OTHER_FLAGS, published_on_gpus, speeds
+from tools.book.tables import published_on_gpus, speeds
 from tools.records import group, records
 
 PAGES = book.pages()
@@ -186,22 +186,22 @@ def test_the_pages_compare_speeds_on_a_gpu_as_recorded():
         )
 
 
-OURS = {  # a script that takes the flags of a group in other_flags.json
-    "01 to 05": "03_mnmc_ddp_launch.py",
-    "04": "04_mnmc_ddp_mp.py",
-    "06": "06_imagenet.py",
-    "08": "08_gpt.py",
-}
-
-
 def test_what_the_tables_of_other_scripts_say_to_type_is_taken(monkeypatch):
     monkeypatch.setattr("imagenet.flags.can_compile", lambda: True)
-    for group_name, trainings in json.loads(OTHER_FLAGS.read_text()).items():
-        for row in (row for rows in trainings.values() for row in rows):
-            words = row.get("here", "").replace("HOST:PORT", "host1:29500").split()
-            if group_name == "06" and not row.get("here", "").startswith("data/"):
+    ours = None
+    rows = 0
+    for line in (ROOT / "docs/coming-from.md").read_text().splitlines():
+        if head := re.fullmatch(r"\| [^|]+ \| `([0-9]\w+\.py)`.* \|", line):
+            ours = head[1].replace("01_snsc", "03_mnmc_ddp_launch")  # it has all flags of 01 to 05
+        elif not line.startswith("|"):
+            ours = None
+        elif ours and (row := re.fullmatch(r"\| .+ \| `([^`]+)` \|", line)):
+            words = row[1].replace("HOST:PORT", "host1:29500").split()
+            if ours == "06_imagenet.py" and not row[1].startswith("data/"):
                 words.append("data/imagenet")
-            parse(monkeypatch, OURS[group_name], *words)
+            parse(monkeypatch, ours, *words)
+            rows += 1
+    assert rows > 50
 
 
 # Commands are taken

@@ -566,7 +566,8 @@ def test_watch_obeys_keys_and_leaves_the_terminal_as_it_was(english_locale, tmp_
     (tmp_path / "passed.json").write_text(json.dumps([1, 2, 3]))
     terminal = Terminal(tmp_path)
     screen = terminal.read("waiting until")
-    assert f"  3 of {len(NUMBERS)}\nkeys: n next, h hint" in screen and "not yet: " in screen
+    assert f"  3 of {len(NUMBERS)}\nkeys: n next, h hint" in screen
+    assert "\033[31mnot yet\033[0m: " in screen, "in red"
     assert "A hint: python" not in screen  # it is the key h
     terminal.press("s")
     assert "A hint comes first: the key h." in terminal.read("waiting until")

@@ -3,18 +3,13 @@ the pages.
 """
 
 import json
-from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 
 from gpt.report import bytes_sent
 from tools.records import (
     RESULTS,
     group,
-    hardware,
-    ratios,
     records,
-    select,
     spread,
 )
 
@@ -25,63 +20,9 @@ def table(head, rows):
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def by_hardware(runs, render, *settings):
-    """Format one block per machine: its name, and render(runs on this machine); with settings, the
-    names of columns, render(runs) for the runs with each value of these.
-    """
-    blocks = []
-    machines = group([run | {"machine": hardware(run)} for run in runs], "machine")
-    for machine, there in machines.items():
-        alike = group(there, *settings).values() if settings else [there]
-        blocks += [f"On {machine}:", *map(render, alike)]
-    return "\n\n".join(blocks)
-
-
 def speeds(runs):
     """Return the images per second of each run."""
     return [run["images_per_second"] for run in runs]
-
-
-def memory():
-    """Make the table of the memory and the bytes sent of DDP and FSDP, for a vision transformer; on
-    a GPU, which the ranks do not share, also of the speed.
-    """
-
-    def render(runs):
-        runs = sorted(runs, key=lambda run: (run["row"], run["repeat"]))
-        first = runs[0]
-        size = first["image_size"]
-        repeats = len({run["repeat"] for run in runs})
-        base = select(runs, name="DDP")
-        head = (
-            "variant",
-            "peak memory per rank, MB",
-            "calculated by `tools/fit.py`",
-            "sent per rank and step, MB",
-        )
-        timed = first["device"] != "cpu"
-        if timed:
-            head += ("images/s", "divided by DDP")
-        rows = []
-        for variant, same in group(runs, "variant").items():
-            peak = max(run["peak_bytes"] for run in same)
-            computed = same[0]["computed_peak_bytes"]
-            cells = (
-                variant,
-                f"{peak / 1e6:,.0f}",
-                f"{computed / 1e6:,.0f} ({100 * (computed / peak - 1):+.1f} %)",
-                f"{same[0]['sent_bytes'] / 1e6:,.0f}",
-            )
-            if timed:
-                cells += (f"{median(speeds(same)):.1f}", f"{median(ratios(same, base)):.2f}")
-            rows.append(cells)
-        return (
-            f"`{first['model']}`, {first['batch_size']} images of {size}x{size} per process, "
-            f"{repeats} run{'s' * (repeats > 1)} of each:\n\n{table(head, rows)}"
-        )
-
-    transformers = [run for run in records("memory") if run["model"].startswith("vit")]
-    return by_hardware(transformers, render, "model", "image_size", "batch_size")
 
 
 RUNS = {
@@ -188,30 +129,6 @@ def sent(number, unit):
     return f"{number / unit:.1f}" if number else 0
 
 
-# Groups of what people type in other trainings: what is typed `there`, how it differs there in
-# `note`, and what to type `here` or to do `instead`.
-OTHER_FLAGS = Path(__file__).with_name("other_flags.json")
-OUR_SCRIPTS = {  # the groups
-    "01 to 05": "`01_snsc.py` to `05_mnmc_ddp_slurm.py`",
-    "04": "`04_mnmc_ddp_mp.py`",
-    "06": "`06_imagenet.py`",
-    "08": "`08_gpt.py`",
-}
-
-
-def other_flags(training):
-    """Make the table of what people type in another training, and what to type here."""
-    groups = json.loads(OTHER_FLAGS.read_text(encoding="utf-8"))
-    group = next(group for group in groups if training in groups[group])
-    rows = []
-    for row in groups[group][training]:
-        theirs = [f"`{row['there']}`"] if "there" in row else []
-        theirs += [row["note"]] if "note" in row else []
-        ours = f"`{row['here']}`" if "here" in row else row["instead"]
-        rows.append((": ".join(theirs), ours))
-    return table((training, OUR_SCRIPTS[group]), rows)
-
-
 def mistakes():
     """Make the table of mistakes that check_ranks was tried on, by kind."""
     rows = []
@@ -241,9 +158,7 @@ def public_scripts():
 
 
 TABLES = (
-    memory,
     gpu,
-    other_flags,
     meshes,
     mistakes,
     right_scripts,
