@@ -207,7 +207,7 @@ def test_a_killed_rank_is_named_with_its_signal_its_line_and_the_end_of_its_outp
     answer = judge(1, solution_with(f"import os; os.write(1, b'begin\\n')\nif rank == 0: {code}"))
     text = text_of(answer.sentence, "en")
     assert "rank 0 was killed by SIGABRT, last seen in line" in text and "`if rank == 0:" in text
-    assert "被 SIGABRT 杀死，最后执行到第" in text_of(answer.sentence, "zh")
+    assert "rank 0 因信号 SIGABRT 而终止，最后执行到第" in text_of(answer.sentence, "zh")
     assert answer.output.splitlines()[-1] == "rank 0 | what(): too long"
     lines = timeline.draw(answer.lanes, "en").splitlines()
     assert int(lines[-2].split()[0]) < 100_000  # ms
@@ -485,7 +485,7 @@ def test_chinese_is_spoken_if_asked_for_or_if_the_locale_is_chinese(check, tmp_p
     assert IN_CHINESE[1].title in out and ENGLISH[1].title not in out
     assert mine.read_text().startswith(f'"""{IN_CHINESE[1].task}\n"""')
     code, out = check(4)
-    assert code == 1 and "还没有通过：rank 2 选择了 cuda:2" in out
+    assert code == 1 and "尚未通过：rank 2 选择了 cuda:2" in out
 
 
 def test_the_limit_stops_a_program_that_computes_forever(check, tmp_path):
