@@ -94,13 +94,13 @@ const GB = 1e9;
 const KNOBS = {
   time: {
     n: [["ranks: {0}", "rank 数：{0}"], [1, 2, 3, 4, 5, 6, 7, 8, 64], 4],
-    late: [["last rank late: {0} ms", "最后一个迟到：{0} ms"], [0, 10, 20, 30, 40, 60, 80, 100], 30],
+    late: [["last rank late: {0} ms", "最后一个 rank 延迟：{0} ms"], [0, 10, 20, 30, 40, 60, 80, 100], 30],
     net: [["network: {0} Gbit/s", "网络：{0} Gbit/s"], [1, 2, 5, 10, 25, 40, 100, 200, 400], 40],
     bucket: [["bucket: {0} MiB", "bucket：{0} MiB"], [1, 5, 10, 25, 50, 100], 25],
     micro: [["micro-batches: {0}", "micro-batch：{0}"], [1, 2, 4, 8], 1],
   },
   fit: {
-    weights: [["{0} million weights", "参数量：{0} 百万"], [10, 20, 50, 100, 300, 1000, 3000, 7000, 13000], 300],
+    weights: [["{0} million weights", "参数量：{0} M"], [10, 20, 50, 100, 300, 1000, 3000, 7000, 13000], 300],
     activations: [["activations {0} MB per image", "每张图像的激活值 {0} MB"], [20, 50, 100, 200, 400, 900, 2000], 200],
     batch: [["{0} images per GPU", "每块 GPU {0} 张图像"], [1, 2, 4, 8, 16, 32, 64, 128, 256], 32],
     gpus: [["{0} GPUs", "{0} 块 GPU"], [1, 2, 4, 8, 16, 32, 64, 128], 8],
