@@ -4,7 +4,6 @@ The colours are from Okabe and Ito, for readers with colour blindness. Every ser
 marker. As a program, draw the figure that no notebook draws: make charts does.
 """
 
-import functools
 import os
 import sys
 from pathlib import Path
@@ -151,11 +150,6 @@ def processes_axis(ax, counts, label="processes"):
     ax.set_xlabel(label)
 
 
-def times_factor(factor, number, _):
-    """Return the text of a tick in another unit, without a power, whose exponent would be small."""
-    return f"{factor * number:g}"
-
-
 def save(fig, name):
     """Write a figure to docs/figures/ in both languages, for another MACHINE with its name."""
     path = FIGURES / (f"{name}.png" if MACHINE == OURS else f"{name}-{MACHINE}.png")
@@ -281,60 +275,6 @@ def syncbn_published(curves):
     ax.set(xlabel="epoch", ylabel="accuracy (%)")
     ax.legend()
     save(fig, "syncbn_published")
-
-
-def scaling(reduces, steps, here, predicted, held_out, bands):
-    """Draw times measured and calculated, and predicted efficiencies.
-
-    Args:
-        reduces: {(bytes, processes): seconds} of all_reduce.
-        steps: records of training steps.
-        here: function (processes) -> step_model.Step, function (bytes) -> seconds of all_reduce.
-        predicted: {processes: seconds} of a training step.
-        held_out: numbers of processes that the fit does not use.
-        bands: {title: {Gbit/s: {GPUs: (from, to)}}}, in %.
-    """
-    fig, ((reduce, step), below) = plt.subplots(2, 2, figsize=(WIDTH, 6.6))
-    sizes = sorted({size for size, _ in reduces})
-    worlds = sorted({n for _, n in reduces})
-    dots = {"linestyle": "none"}
-    for look, n in enumerate(sorted({worlds[0], worlds[len(worlds) // 2], worlds[-1]})):
-        _, calculated = here(n)
-        color = COLORS[look]
-        reduce.plot(sizes, [calculated(size) for size in sizes], color=color, linewidth=1)
-        held = n in held_out
-        points = {size: [reduces[size, n]] for size in sizes}
-        label = f"{n} processes{', held out' * held}"
-        line(reduce, points, label, look, markerfacecolor="white" if held else color, **dots)
-    reduce.set(xscale="log", yscale="log", xlabel="MB", ylabel="ms")
-    reduce.set_title("all_reduce: measured and calculated")
-    reduce.legend()
-
-    grid, times = zip(*predicted.items(), strict=True)
-    computation = [here(n)[0].total for n in grid]
-    step.plot(grid, times, color=COLORS[0], linewidth=1, label="calculated")
-    step.plot(grid, computation, ":", color=GREY, label="computation only")
-    new = select(steps, world_size=tuple(held_out))
-    known = [r for r in steps if r not in new]
-    line(step, values(known, "world_size", "seconds"), "measured", 0, **dots)
-    dots["markerfacecolor"] = "white"
-    line(step, values(new, "world_size", "seconds"), "measured, held out", 0, **dots)
-    where = f", on {steps[0]['cores']} cores" if steps[0]["device"] == "cpu" else ""
-    step.set(xlabel=f"processes{where}", ylabel="ms", ylim=(0, None))
-    step.set_title("Training step: measured and calculated")
-    step.legend()
-    for axis, factor in ((reduce.xaxis, 1e-6), (reduce.yaxis, 1e3), (step.yaxis, 1e3)):
-        axis.set_major_formatter(functools.partial(times_factor, factor))
-
-    for ax, (title, networks) in zip(below, bands.items(), strict=True):
-        for look, (gbits, band) in enumerate(networks.items()):
-            low, high = zip(*band.values(), strict=True)
-            ax.fill_between(band.keys(), low, high, color=COLORS[look], alpha=0.2, linewidth=0)
-            line(ax, {n: [y] for n, (_, y) in band.items()}, f"{gbits:,} Gbit/s per node", look)
-        processes_axis(ax, [8, 32, 128, 512, 2048], "GPUs, 8 per node")
-        ax.set(ylabel="efficiency (%)", ylim=(0, 105), title=f"PREDICTION: {title}")
-        ax.legend(loc="lower left")
-    save(fig, "scaling")
 
 
 def resnet20():

@@ -132,7 +132,7 @@ def test_links_lead_to_a_file_or_a_heading():
             leads_on = there.exists() and there.is_relative_to(ROOT)
             if there == ROOT / "docs/see/index.html":  # a scene, its switch, a frame, a language
                 scene, switch, *_ = (anchor or "step/ddp").split("/")
-                leads_on = scene == "time" or switch in runs_to_see()[scene]
+                leads_on = scene in ("time", "fit", "scale") or switch in runs_to_see()[scene]
                 anchor = ""
             if not leads_on or (anchor and anchor not in chinese.slugs(there)):
                 broken.append(f"{page.name}: {target}")

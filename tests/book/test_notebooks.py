@@ -22,7 +22,7 @@ import charts
 
 from tools import records
 
-NOTEBOOKS = ("speed", "syncbn", "accuracy", "scaling")
+NOTEBOOKS = ("speed", "syncbn", "accuracy")
 FIGURES = (*NOTEBOOKS, "syncbn_published")  # one notebook draws two
 
 

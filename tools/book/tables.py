@@ -6,12 +6,8 @@ import json
 from types import SimpleNamespace
 
 from gpt.report import bytes_sent
-from tools.records import (
-    RESULTS,
-    group,
-    records,
-    spread,
-)
+from tools.planning.step_model import distance, published_band
+from tools.records import RESULTS, group, published, records, spread
 
 
 def table(head, rows):
@@ -129,6 +125,17 @@ def sent(number, unit):
     return f"{number / unit:.1f}" if number else 0
 
 
+def predicted():
+    """Make the table of published efficiencies beside those of the model of tools/plan.py."""
+    rows = []
+    for name, run in published()["scaling"].items():
+        low, high = (100 * share for share in published_band(run))
+        efficiency = 100 * run["efficiency"]
+        points = round(distance(efficiency, (low, high)), 1) or 0
+        rows.append((name, f"{efficiency:.1f}", f"{low:.1f} to {high:.1f}", points))
+    return table(("published result", "efficiency (%)", "model (%)", "points outside"), rows)
+
+
 def mistakes():
     """Make the table of mistakes that check_ranks was tried on, by kind."""
     rows = []
@@ -160,6 +167,7 @@ def public_scripts():
 TABLES = (
     gpu,
     meshes,
+    predicted,
     mistakes,
     right_scripts,
     public_scripts,

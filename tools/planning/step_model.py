@@ -1,8 +1,7 @@
 """Predict the duration of a data-parallel training step on N devices from measurements on one
 device.
 
-All times are in seconds, all sizes in bytes. notebooks/scaling.ipynb fits the prediction and shows
-its errors.
+All times are in seconds, all sizes in bytes. docs/performance.md shows published results beside it.
 """
 
 import functools
@@ -28,13 +27,6 @@ def ring_seconds(size, devices, latency, bandwidth):
         bandwidth: bytes per second that each device sends.
     """
     return 2 * (devices - 1) * (latency + size / devices / bandwidth)
-
-
-def shared_ring_seconds(size, devices, latency, throughput):
-    """Return the seconds between processes of one machine, which share a memory of `throughput`
-    bytes per second.
-    """
-    return ring_seconds(size, devices, latency, throughput / devices)
 
 
 class Cluster(NamedTuple):
@@ -104,27 +96,6 @@ def efficiency_band(step, devices, cluster, spread, reference=1):
     return tuple(seconds(reference, share) / seconds(devices, share) for share in (0.0, 1.0))
 
 
-def fit_ring(ring, measured):
-    """Fit the latency and the bandwidth of a ring to measured times.
-
-    The time is linear in the latency and in the seconds per byte. The fit minimizes relative
-    errors, because the times span orders of magnitude.
-
-    Args:
-        ring: ring_seconds or shared_ring_seconds.
-        measured: list of (size, devices, seconds).
-
-    Returns:
-        (latency, bandwidth), the last two arguments of `ring`.
-    """
-    rows = np.array([[ring(0, n, 1, 1) / s, ring(size, n, 0, 1) / s] for size, n, s in measured])
-    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
-    if latency < 0:  # the best without latency
-        sizes = rows[:, 1]
-        latency, per_byte = 0.0, sizes.sum() / (sizes @ sizes)
-    return latency, 1 / per_byte
-
-
 class Step(NamedTuple):
     """A training step on one device without communication.
 
@@ -135,10 +106,6 @@ class Step(NamedTuple):
     ready: tuple
     buckets: tuple  # bytes per bucket
     total: float  # seconds until the optimizer has updated the weights
-
-    def slower(self, factor):
-        """Return this step on a device that takes `factor` times as long."""
-        return Step(tuple(t * factor for t in self.ready), self.buckets, self.total * factor)
 
 
 # Of the time of a step between GPUs. The only number that was chosen to fit published efficiencies,
@@ -223,17 +190,3 @@ def step_seconds(step, all_reduce, overlap=1.0):
     backward = step.ready[-1]
     sequential = backward + sum(map(all_reduce, step.buckets))
     return overlap * end + (1 - overlap) * sequential + step.total - backward
-
-
-def fit_overlap(measured):
-    """Fit the overlap in step_seconds to measured times.
-
-    Args:
-        measured: list of (step, all_reduce, seconds).
-    """
-    rows = [
-        (step_seconds(s, a, 1.0), step_seconds(s, a, 0.0), seconds) for s, a, seconds in measured
-    ]
-    gains = np.array([(sequential - hidden) / seconds for hidden, sequential, seconds in rows])
-    target = np.array([(sequential - seconds) / seconds for hidden, sequential, seconds in rows])
-    return float(np.clip(gains @ target / (gains @ gains), 0, 1)) if gains.any() else 1.0
