@@ -52,19 +52,18 @@ plt.rcParams |= {
 }
 
 
-def load(name, alike=(), only=None):
+def load(name, alike=()):
     """Return the records of an experiment on MACHINE, and print the hardware they were measured on.
 
     Args:
         name: name of the experiment.
         alike: columns that must have the same value in all records, so that the chart compares like
             with like.
-        only: settings of the records to select, if an experiment has more than one kind.
 
     Raises:
         RecordError: there are no such records, or the values of a column differ.
     """
-    lines = records.load(name, MACHINE, only or {})
+    lines = records.load(name, MACHINE)
     comparable(name, lines, *alike)
     runs = group(lines, "started", "command")
     times = sorted(started[:10] for started, _ in runs)

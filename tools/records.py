@@ -58,30 +58,23 @@ def read(path):
     return records
 
 
-def load(name, machine, only=None):
+def load(name, machine):
     """Return the records of an experiment on one machine, in the order of recording.
 
     Args:
         name: name of the experiment, a folder in results/.
         machine: name of the file in this folder, without .jsonl.
-        only: {name: value}, to select records if an experiment has more than one kind.
 
     Raises:
         RecordError: there are no such records.
     """
     path = Path(RESULTS, name, f"{machine}.jsonl")
-    record_some = "record some: see results/README.md"
     if not path.exists():
         choice = ""
         if others := [other.stem for other in files(name)]:
             choice = f", expected one of {', '.join(others)} (make charts MACHINE={others[0]})"
-        raise RecordError(f"no {path}{choice}; {record_some}")
-    selected = select(read(path), **only or {})
-    if not selected:
-        raise RecordError(
-            f"{path} holds no such records{f' ({only})' if only else ''}; {record_some}"
-        )
-    return selected
+        raise RecordError(f"no {path}{choice}; record some: see results/README.md")
+    return read(path)
 
 
 def published():
