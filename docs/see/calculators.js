@@ -143,6 +143,7 @@ function drawKnobs(parent, name, update) {
       caption.textContent = text();
       update();
     };
+    input.onpointerup = () => input.blur(); // the arrow keys then step again
     make("label", parent, {}, caption, input);
   }
 }

@@ -16,8 +16,9 @@ function drawDiagram(root, m) {
   const width = root.parentElement.clientWidth;
   const [left, right, top] = [54, m.totals.length ? 54 : 14, 22];
   const bar = m.ranks.length > 4 ? 16 : 22;
-  const row = bar + (m.calls.length ? 20 : 6);
-  const bottom = top + m.ranks.length * row;
+  const row = bar + 6;
+  const wire = top + m.ranks.length * row; // where the messages are
+  const bottom = wire + (m.calls.length ? 20 : 0);
   const height = bottom + 16 * m.totals.length + (m.ticks.length ? 18 : 2);
   m.x = (time) => left + (time / m.end) * (width - left - right);
   m.timeAt = (x) => ((x - left) / (width - left - right)) * m.end;
@@ -26,26 +27,28 @@ function drawDiagram(root, m) {
   root.setAttribute("height", height);
   const hatch = { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" };
   svg("rect", svg("pattern", root, hatch), { width: 2, height: 6, class: "stroke" });
-  const apart = m.ticks.length > 1 ? Math.ceil(60 / (m.x(m.ticks[1]) - m.x(0))) : 1;
+  svg("circle", svg("pattern", root, { id: "dots", width: 5, height: 5, patternUnits: "userSpaceOnUse" }), { cx: 2, cy: 2, r: 1, class: "dot" });
+  const apart = m.ticks.length > 1 ? Math.ceil(70 / (m.x(m.ticks[1]) - m.x(0))) : 1;
   for (const time of m.ticks.filter((_, k) => k % apart === 0)) {
     svg("line", root, { x1: m.x(time), x2: m.x(time), y1: top, y2: bottom, class: "tick" });
     svg("text", root, { x: m.x(time), y: height - 4, "text-anchor": time < m.end * 0.96 ? "middle" : "end" }, `${time} ms`);
   }
+  const box = (group, one, kind, y, height) => {
+    const size = Math.max(1, m.x(one.to) - m.x(one.from) - 1);
+    svg("rect", group, { x: m.x(one.from), y, width: size, height, rx: 2, class: `block ${kind}` }).block = one;
+  };
   m.ranks.forEach((rank, index) => {
     const y = top + index * row;
     const group = svg("g", root, { style: hue(rank) });
-    const box = (one, kind, y, height) => {
-      const size = Math.max(1, m.x(one.to) - m.x(one.from) - 1);
-      svg("rect", group, { x: m.x(one.from), y, width: size, height, rx: 2, class: `block ${kind}` }).block = { ...one, rank };
-      return size;
-    };
     svg("text", group, { x: 0, y: y + bar - 6, class: "name" }, `rank ${rank}`);
-    for (const one of m.blocks) if (one.rank === rank && one.to > one.from) box(one, one.kind, y, bar);
-    for (const call of m.calls.filter((one) => one.without !== rank)) {
-      const size = box(call, "call", y + bar + 2, 12);
-      if (size > 12) svg("text", group, { x: m.x(call.from) + size / 2, y: y + bar + 12, class: "number" }, call.label);
-    }
+    for (const one of m.blocks) if (one.rank === rank && one.to > one.from) box(group, one, one.kind, y, bar);
   });
+  if (m.calls.length) svg("text", root, { x: 0, y: wire + 12 }, say(PAGE.network));
+  for (const call of m.calls) {
+    for (const part of split(call, m.busy)) box(root, part, part.exposed ? "call late" : "call", wire + 2, 13);
+    const middle = m.x((call.from + call.to) / 2);
+    if (m.x(call.to) - m.x(call.from) > 13) svg("text", root, { x: middle, y: wire + 12, class: "number" }, call.label);
+  }
   for (const { from, to, start, end } of m.arrows) {
     const [y1, y2] = [from, to].map((rank) => top + m.ranks.indexOf(rank) * row + bar / 2);
     svg("line", root, { x1: m.x(start), y1, x2: m.x(end), y2, class: "arrow" });
@@ -106,13 +109,36 @@ function drawRing(root, nodes, packets, count, title) {
 
 const numbersTo = (count, from = 0) => [...Array(count).keys()].map((k) => k + from);
 
+// Return [[from, to]] of the times in which some rank computes or reads.
+function busyTimes(blocks) {
+  const busy = [];
+  for (const { from, to } of blocks.filter((one) => /read|ward/.test(one.kind)).sort((a, b) => a.from - b.from)) {
+    if (busy.length && from <= busy.at(-1)[1] + 1e-6) busy.at(-1)[1] = Math.max(busy.at(-1)[1], to);
+    else busy.push([from, to]);
+  }
+  return busy;
+}
+
+// Divide a block or a call where the ranks begin or end to compute. exposed: nobody computes meanwhile.
+function split(one, busy) {
+  const edges = [one.from, ...busy.flat().filter((time) => one.from < time && time < one.to), one.to];
+  return edges.slice(1).map((to, k) => {
+    const middle = (edges[k] + to) / 2;
+    return { ...one, from: edges[k], to, exposed: !busy.some(([begin, end]) => begin <= middle && middle < end) };
+  });
+}
+
+// A time axis that does not change with each small change of a slider.
+const axisOf = (time) => [100, 200, 300, 500, 750].flatMap((one) => [one, 10 * one, 100 * one, 1000 * one]).sort((a, b) => a - b).find((one) => one >= time);
+
 // Return what drawDiagram draws of a step, and the numbers of the sentence above it.
 function stepInTime(option, c) {
   const ranks = Math.max(c.n, option === "hang" || option === "dies" ? 2 : 1);
   const last = ranks - 1;
+  const lateness = ranks > 1 ? c.late : 0;
   const s = { ranks, machine: 1, inside: 240e9, network: (c.net * 1e9) / 8, gradients: 100e6, layers: 8, bucket: c.bucket * MIB };
-  Object.assign(s, { forward: 0.04, backward: 0.08, optimizer: 0.008, micro: c.micro, steps: 1, sends: "last", late: { [last]: c.late / 1000 } });
-  const dies = { [last]: c.late / 1000 + s.forward + 0.45 * s.backward };
+  Object.assign(s, { forward: 0.04, backward: 0.08, optimizer: 0.008, micro: c.micro, steps: 1, sends: "last", late: { [last]: lateness / 1000 } });
+  const dies = { [last]: lateness / 1000 + s.forward + 0.45 * s.backward };
   const forgotten = { sends: "always" };
   const changes = { forgotten, model: { sends: "never" }, hang: { steps: 2, barrier: true }, dies: { dies } };
   const m = trace(option === "fsdp" ? "fsdp" : "ddp", { ...s, ...changes[option] });
@@ -126,42 +152,50 @@ function stepInTime(option, c) {
     m.calls.push(...again.calls.map(later));
   }
   const inMs = (one) => ({ ...one, from: 1000 * one.from, to: 1000 * one.to });
-  const blocks = m.blocks.map(inMs);
+  const busy = busyTimes(m.blocks.map(inMs));
+  const waits = (one) => one.kind === "wait" && !one.stuck;
+  const divide = (one) => (waits(one) ? split(one, busy).map((part) => ({ ...part, kind: part.exposed ? "exposed" : "wait" })) : [one]);
+  const blocks = m.blocks.map(inMs).flatMap(divide);
   const calls = m.calls.filter((call) => call.to > call.from).map(inMs);
   const buckets = bucketsOf(s).map(String);
   for (const call of calls) call.label = option === "fsdp" ? call.of[0] : buckets.indexOf(String(call.of)) + 1;
   const ms = (seconds) => Math.round(1000 * seconds);
   const alone = s.micro * (s.forward + s.backward) + s.optimizer;
   const shared = option === "fsdp" ? s.optimizer * (1 - 1 / ranks) : 0; // the ranks share the optimizer's work
-  const exposed = Math.max(0, m.end - c.late / 1000 - alone + shared);
+  const exposed = Math.max(0, m.end - lateness / 1000 - alone + shared);
   const sending = m.calls.reduce((sum, { from, to }) => sum + to - from, 0);
   const ddp = trace("ddp", s).end;
+  const onTime = trace("ddp", { ...s, late: {} }).end;
   const other = option === "ddp" ? trace("ddp", { ...s, ...forgotten }).end : ddp;
   const numbers = {
-    n: ranks, last, end: ms(m.end), alone: ms(alone), late: c.late, exposed: ms(exposed), hidden: ms(Math.max(0, sending - exposed)), at: ms(dies[last]),
+    n: ranks, last, end: ms(m.end), alone: ms(alone), late: lateness, shared: ms(shared), exposed: ms(exposed), hidden: ms(Math.max(0, sending - exposed)), at: ms(dies[last]),
     share: Math.round((100 * alone) / m.end), other: ms(other), all: s.micro * buckets.length, once: buckets.length, saved: (s.micro - 1) * buckets.length,
     whole: 400, kept: Math.round(400 / ranks),
   };
   const ddpSays = s.micro > 1 ? ["ddp", "hides", "saves"] : ["ddp", "hides"];
-  const sentences = { ddp: ddpSays, forgotten: ["ddp", "hides", "forgotten"], fsdp: ["ddp", "fsdp"] }[option] ?? [option];
-  const totals = [["1 GPU", 1000 * alone], ...(option === "ddp" ? [] : [["DDP", 1000 * ddp]])];
+  const sentences = { ddp: ddpSays, forgotten: s.micro > 1 ? ["ddp", "hides", "forgotten"] : ["ddp", "hides"], fsdp: ["ddp", "fsdp"] }[option] ?? [option];
+  const totals = [["1 GPU", 1000 * alone]];
+  if (option === "ddp" && lateness) totals.push([say(PAGE.onTime), 1000 * onTime]);
+  else if (option !== "ddp") totals.push([option === "forgotten" ? "no_sync" : "DDP", 1000 * ddp]);
   const whole = Math.max(...blocks.map((one) => one.to));
-  const widest = m.stuck.length ? whole : Math.max(whole, 1000 * ddp);
+  const widest = m.stuck.length ? whole : axisOf(Math.max(whole, 1000 * ddp));
   const tick = [20, 50, 100, 200, 500, 1000, 2000, 5000].find((one) => whole / one < 8) ?? 10000;
   const began = option === "dies" ? 1000 * end : whole; // then seconds pass that have no scale
   return {
-    option, s, blocks, calls, numbers, sentences: ranks > 1 ? sentences : ["one"], totals: m.stuck.length || ranks === 1 ? [] : totals, arrows: [],
+    option, s, blocks, calls, busy, numbers, sentences: ranks > 1 ? sentences : ["one"], totals: m.stuck.length || ranks === 1 ? [] : totals, arrows: [],
     ranks: numbersTo(Math.min(8, ranks)).map((rank) => (rank === 7 ? last : rank)), end: widest, last: whole, at: (time) => time,
     died: option === "dies" ? 1000 * dies[last] : Infinity, began, places: momentsOf(blocks, calls, whole),
-    ticks: numbersTo(Math.floor(began / tick) + 1).map((k) => k * tick),
+    ticks: numbersTo(Math.floor((m.stuck.length ? began : widest) / tick) + 1).map((k) => k * tick),
   };
 }
 
-// The moments of a step, at most about 14: something begins on a rank or between the ranks.
+// The moments of a step, at most about 14: something begins on a rank, or is half through.
 function momentsOf(blocks, calls, end) {
-  const begins = ["read", "forward", "backward", "wait", "restart", "optimizer"].flatMap((kind) => blocks.filter((one) => one.kind === kind).slice(0, 1));
-  const late = blocks.filter((one) => one.rank === blocks.at(-1).rank && one.kind === "backward").slice(-1);
-  const times = [...begins.map((one) => one.from), ...late.map((one) => one.to), ...calls.map(({ from, to }) => (from + to) / 2), 0, end];
+  const firsts = ["read", "restart", "optimizer"].flatMap((kind) => blocks.filter((one) => one.kind === kind).slice(0, 1));
+  const passes = blocks.filter((one, k) => one.rank === 0 && /ward/.test(one.kind) && !(one.kind === blocks[k - 1]?.kind && one.rank === blocks[k - 1].rank));
+  const firstPasses = passes.filter((one) => !one.of || one.of[0] === blocks.find((other) => other.kind === one.kind).of[0]);
+  const long = [...calls, ...blocks.filter(({ kind, rank, from, to }) => rank === 0 && /wait|exposed/.test(kind) && to - from > end / 50)];
+  const times = [...[...firsts, ...firstPasses].map((one) => one.from), ...long.map(({ from, to }) => (from + to) / 2), 0, end];
   const sorted = times.sort((a, b) => a - b).filter((time, k) => k === 0 || time - times[k - 1] > end / 200);
   const thin = Math.ceil(sorted.length / 14);
   return sorted.filter((_, k) => k % thin === 0 || k === sorted.length - 1);
@@ -169,28 +203,30 @@ function momentsOf(blocks, calls, end) {
 
 const during = (m, time) => (one) => one.from <= time && (time < one.to || (time >= m.last && one.to >= m.last));
 
-// Return the state at a time: its name, the ranks that it names, and the call under way.
+// Return the state at a time: the names of its sentences, and what these name.
 function stateAt(m, time) {
   const now = m.blocks.filter(during(m, time));
-  const who = (kind) => [...new Set(now.filter((one) => one.kind === kind).map((one) => one.rank))];
+  const who = (kinds) => [...new Set(now.filter((one) => kinds.test(one.kind)).map((one) => one.rank))];
   const call = m.calls.find(during(m, time));
-  if (who("restart").length) return ["restart", []];
-  if (time >= m.died && time < m.began) return ["killed", [m.s.ranks - 1]];
-  if (now.some((one) => one.stuck)) return [now.every((one) => one.stuck) ? "hang" : "barrier", []];
-  if (call?.kind === "all_reduce") return [who("backward").length || who("forward").length ? "hidden" : "exposed", [], call];
-  if (call) return [call.kind, [], call];
-  if (who("wait").length) return [m.option === "fsdp" ? "absent" : "wait", who("wait")];
-  if (who("read").length && m.s.ranks > 1) return ["read", who("read")];
-  if (m.option === "model") return [who("optimizer").length ? "apart" : "unseen", []];
-  if (m.option === "fsdp" && !who("optimizer").length) return ["whole", []];
+  const state = { who: who(/wait/), others: who(/read|ward/), bucket: call?.label };
+  const named = (...names) => ({ ...state, names });
+  if (who(/restart/).length) return named("restart");
+  if (time >= m.died && time < m.began) return { names: ["killed"], who: [m.s.ranks - 1] };
+  if (now.some((one) => one.stuck)) return named(now.every((one) => one.stuck) ? "hang" : "barrier");
+  const waits = state.who.length ? [m.option === "fsdp" ? "absent" : "wait"] : [];
+  if (call) return named(...waits, call.kind, state.others.length ? "hidden" : "exposed");
+  if (waits.length) return named(...waits);
+  if (who(/read/).length) return { names: ["read"], who: who(/read/) };
+  if (m.option === "model") return named(who(/optimizer/).length ? "apart" : "unseen");
+  if (m.option === "fsdp" && !who(/optimizer/).length) return named("whole");
   const sendsLater = (one) => one.kind === "backward" && one.micro + 1 < m.s.micro;
-  if (m.option !== "forgotten" && now.some(sendsLater)) return ["adds", []];
-  return [["backward", "forward"].find((kind) => who(kind).length) ?? "optimizer", []];
+  if (m.option !== "forgotten" && now.some(sendsLater)) return named("adds");
+  return named(["backward", "forward"].find((kind) => who(RegExp(kind)).length) ?? "optimizer");
 }
 
 // Before the first wait: [the place from which to ask who will wait, to which, the answer].
 function firstWait(m) {
-  const waits = m.blocks.filter(({ kind, from, to }) => (kind === "wait" || kind === "barrier") && to - from > 1);
+  const waits = m.blocks.filter(({ kind, from, to }) => /wait|barrier|exposed/.test(kind) && to - from > 1);
   const first = Math.min(...waits.map((one) => one.from));
   return [first - 14, first, waits.filter((one) => one.from < first + 1 && m.ranks.includes(one.rank)).map((one) => one.rank)];
 }
@@ -218,7 +254,7 @@ function drawStepRing(root, m, time) {
   const shown = m.ranks.filter((rank) => time < m.died || rank < m.s.ranks - 1);
   const call = m.calls.find((one) => one.from <= time && time < one.to);
   const packets = [];
-  const title = call ? [] : [say(PAGE.silent)];
+  const title = call || n === 1 ? [] : [say(PAGE.silent)];
   if (call) {
     const rounds = call.kind === "all_reduce" ? 2 * (n - 1) : n - 1;
     const through = ((time - call.from) / (call.to - call.from)) * rounds;
@@ -243,7 +279,7 @@ function programOf(option, micro) {
   const name = option === "fsdp" || option === "model" ? "model" : "ddp";
   const lines = [["images, targets = next(batches)", "read"]];
   if (accumulates) lines.push(["with nullcontext() if last else ddp.no_sync():", ""]);
-  lines.push([`${indent}loss = criterion(${name}(images), targets)`, "forward"], [`${indent}loss.backward()`, "backward wait"]);
+  lines.push([`${indent}loss = criterion(${name}(images), targets)`, "forward"], [`${indent}loss.backward()`, "backward wait exposed"]);
   if (micro > 1) {
     for (const line of lines) line[0] = `    ${line[0]}`;
     lines.unshift([`for micro in range(${micro}):`, ""]);

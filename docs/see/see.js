@@ -19,7 +19,7 @@ function write(parent, text) {
   text.split("*").forEach((part, k) => parent.append(k % 2 ? make("b", null, { textContent: part }) : part));
 }
 
-const namesOf = (ranks) => ranks.map((rank) => `rank ${rank}`).join(", ");
+const namesOf = (ranks) => (ranks.length > 4 ? `rank ${ranks[0]}–${ranks.at(-1)}` : ranks.map((rank) => `rank ${rank}`).join(", "));
 const scene = () => SCENES[state.scene];
 const computed = () => state.scene === "time";
 const calculates = () => !(state.scene in SCENES);
@@ -70,12 +70,14 @@ function notesOf(frame) {
 
 // The frame of another variant at the moment of this one: rank 0 is as often in this event at this line.
 function sameMoment(from, to, frame) {
-  const nameOf = (one) => ({ ranks: [{ line, kind }] }) => `${kind} ${one.program.split("\n")[line - 1]?.replace("ddp(", "model(")}`;
+  const textOf = (one, line) => one.program.split("\n")[line - 1]?.trim().replace("ddp(", "model(");
+  const nameOf = (one) => ({ ranks: [{ line, kind }] }) => `${kind} ${textOf(one, line)}`;
   const names = from.frames.slice(0, frame + 1).map(nameOf(from));
   const others = to.frames.map(nameOf(to));
+  const begins = (name) => (one, k, all) => one === name && !(name.startsWith("wait") && all[k - 1] === name);
   for (; names.length; names.pop()) {
-    const times = names.filter((name) => name === names.at(-1)).length;
-    const places = [...others.keys()].filter((k) => others[k] === names.at(-1));
+    const times = names.filter(begins(names.at(-1))).length;
+    const places = [...others.keys()].filter((k) => begins(names.at(-1))(others[k], k, others));
     if (places.length >= times) return places[times - 1];
   }
   return 0;
@@ -111,14 +113,14 @@ function drawLanes(one, at) {
   });
 }
 
-// lines: {text, the ranks that are at it, whether the variant has changed it}
+// lines: {text, the ranks that are at it, which of them wait, whether the variant has changed it}
 function drawCode(lines) {
   $("code").replaceChildren();
-  for (const { text, ranks, changed } of lines) {
+  for (const { text, ranks, waits, changed } of lines) {
     const item = make("li", $("code"), { className: `${ranks.length ? "here" : ""} ${changed ? "changed" : ""}` });
     const gutter = make("i", item);
     const few = ranks.length <= 4;
-    for (const rank of few ? ranks : []) make("b", gutter, { textContent: rank, style: hue(rank) });
+    for (const rank of few ? ranks : []) make("b", gutter, { textContent: rank, style: hue(rank), className: waits?.(rank) ? "waits" : "" });
     if (!few) make("b", gutter, { textContent: `${ranks[0]}–${ranks.at(-1)}`, style: "--color: var(--grey)" });
     const indent = text.search(/\S|$/) + 2; // of what is wrapped
     make("span", item, { textContent: text || " ", style: `padding-left: ${indent}ch; text-indent: -${indent}ch` });
@@ -186,14 +188,16 @@ function drawRecorded() {
 }
 
 function drawComputed() {
-  const [name, ranks, call] = stateAt(diagram, state.at);
+  const { names, who, others, bucket } = stateAt(diagram, state.at);
   $("place").textContent = `${Math.round(state.at)} / ${Math.round(diagram.last)} ms`;
   $("note").replaceChildren();
-  write($("note"), say(scene().states[name], { who: namesOf(ranks), bucket: call?.label }));
+  const values = { who: namesOf(who), others: others?.length === diagram.s.ranks ? say(PAGE.all) : namesOf(others ?? []), bucket };
+  write($("note"), names.map((name) => say(scene().states[name], values)).join(state.language === "zh" ? "" : " "));
   const now = diagram.blocks.filter(during(diagram, state.at));
   const does = (rank, kinds) => now.some((one) => one.rank === rank && kinds.split(" ").includes(one.line ?? one.kind));
+  const waits = (rank) => now.some((one) => one.rank === rank && /wait|exposed|barrier/.test(one.kind));
   const lines = programOf(state.option, chosen.micro);
-  drawCode(lines.map(([text, kinds]) => ({ text, ranks: diagram.ranks.filter((rank) => does(rank, kinds)) })));
+  drawCode(lines.map(([text, kinds]) => ({ text, waits, ranks: diagram.ranks.filter((rank) => does(rank, kinds)) })));
   drawStepRing($("ring"), diagram, state.at);
 }
 
@@ -214,11 +218,13 @@ function draw() {
 
 // Before a collective, ask who waits: once in a scene, and only at this place.
 function drawQuestion() {
+  if (state.answered) return;
   const [from, to, waiting] = computed() ? firstWait(diagram) : [...(scene().ask?.[state.option] ?? [])];
   if (!(from <= state.at && state.at < to)) return $("ask").replaceChildren();
   if ($("ask").childElementCount) return;
   const answer = (ranks) => {
     const right = ranks.some((rank) => waiting.includes(rank));
+    state.answered = true;
     $("ask").replaceChildren(make("span", null, { textContent: say(right ? PAGE.right : PAGE.wrong, { who: namesOf(waiting) }) }));
     play(true);
   };
@@ -230,7 +236,7 @@ function drawQuestion() {
 
 // Where a block of a computed step was recorded.
 const RECORDS = {
-  read: "step/slow/12", forward: "step/ddp/6", backward: "step/ddp/8", optimizer: "step/ddp/14", wait: "step/slow/19", barrier: "step/hang/24",
+  read: "step/slow/12", exposed: "step/ddp/12", "fsdp exposed": "fsdp/fsdp/4", forward: "step/ddp/6", backward: "step/ddp/8", optimizer: "step/ddp/14", wait: "step/slow/19", barrier: "step/hang/24",
   "fsdp forward": "fsdp/fsdp/7", "fsdp backward": "fsdp/fsdp/24", "fsdp optimizer": "fsdp/fsdp/36", "fsdp wait": "fsdp/fsdp/4",
   all_reduce: "step/ddp/12", all_gather: "fsdp/fsdp/6", reduce_scatter: "fsdp/fsdp/27", restart: "machine/machine/25",
 };
@@ -238,11 +244,9 @@ const RECORDS = {
 // Say what a block is, and lead to what was recorded there.
 function pick({ rank, kind, of, from, to }) {
   const [name, option, frame] = (RECORDS[`${state.option} ${kind}`] ?? RECORDS[kind]).split("/");
-  const { values = {} } = RUNS[name][option].frames[frame].ranks[rank % 2];
   const layers = of ? ` (${say(PAGE.layer)} ${of.join(", ")})` : "";
-  const recorded = Object.entries(values).map(([label, value]) => `${say(SCENES[name].labels[label])} ${JSON.stringify(value)}`);
-  $("block").textContent = `rank ${rank}: ${say(scene().kinds[kind])}${layers}, ${Math.round(from)}–${Math.round(to)} ms, ${say(PAGE.computed)}. `;
-  if (recorded.length) $("block").append(`${say(PAGE.recorded)}: ${recorded.join(", ")}. `);
+  const ranks = rank === undefined ? "" : `rank ${rank}: `;
+  $("block").textContent = `${ranks}${say(scene().kinds[kind])}${layers}, ${Math.round(from)}–${Math.round(to)} ms. `;
   make("a", $("block"), { href: `#${name}/${option}/${frame}/${state.language}`, textContent: say(PAGE.see) });
 }
 
@@ -279,6 +283,7 @@ function drawPage() {
   const all = [...Object.keys(SCENES), "fit", "scale"];
   drawButtons($("scenes"), all, state.scene, (name) => say((SCENES[name] ?? PAGE[name]).title), (name) => show({ scene: name, option: null, at: 0, beside: null }));
   drawButtons($("switches"), options().length > 1 ? options() : [], state.option, (name) => say(one.options[name]), changeOption);
+  state.answered = false;
   for (const id of ["knobs", "numbers", "ask", "block", "lanes", "calculator"]) $(id).replaceChildren();
   if (calculates()) return drawCalculator(state.scene);
   if (computed()) drawKnobs($("knobs"), "time", drawScene);
@@ -305,7 +310,8 @@ function show(changes) {
   Object.assign(state, changes, { playing: 0 });
   if (!(state.scene in SCENES) && !(state.scene in KNOBS)) state.scene = "time";
   if (!options().includes(state.option)) state.option = options()[0] ?? "-";
-  if (state.option === "forgotten") chosen.micro = Math.max(2, chosen.micro);
+  if (state.raised && state.option !== "forgotten") [chosen.micro, state.raised] = [1, false];
+  if (state.option === "forgotten" && chosen.micro === 1) [chosen.micro, state.raised] = [2, true];
   if (!options().includes(state.beside) || state.beside === state.option) state.beside = null;
   drawPage();
 }
@@ -353,7 +359,7 @@ function seek(event) {
 $("diagram").onpointerdown = (event) => {
   $("diagram").setPointerCapture(event.pointerId);
   seek(event);
-  if (computed() && event.target.block) pick(event.target.block);
+  if (computed()) event.target.block ? pick(event.target.block) : ($("block").textContent = say(PAGE.tap));
 };
 $("diagram").onpointermove = (event) => event.buttons && seek(event);
 $("back").onclick = () => move(before(state.at));
