@@ -257,7 +257,8 @@ function drawButtons(parent, names, chosenName, text, action) {
   for (const name of names) {
     const button = make("button", parent, { type: "button", textContent: text(name), onclick: () => action(name) });
     button.setAttribute("aria-pressed", name === chosenName);
-    if (button.ariaPressed === "true") button.scrollIntoView({ block: "nearest", inline: "center" });
+    // scrollIntoView() would also scroll a page that embeds this one
+    if (button.ariaPressed === "true") parent.scrollLeft = button.offsetLeft - parent.clientWidth / 2;
   }
 }
 
@@ -396,3 +397,9 @@ function open() {
 }
 window.onhashchange = open;
 open();
+
+// A page that embeds this one is told the height, and tells its colours.
+if (window.parent !== window) {
+  new ResizeObserver(() => window.parent.postMessage(document.body.offsetHeight, "*")).observe(document.body);
+  window.onmessage = ({ data }) => (document.documentElement.style.colorScheme = data);
+}
