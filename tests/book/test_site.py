@@ -22,25 +22,36 @@ PAGES = [
     "zh/notebooks/speed",
 ]
 TROUBLE, TROUBLE_ZH = "docs/troubleshooting.html", "docs/zh/troubleshooting.html"
-PASTED = [  # as users paste them: with numbers, hosts and paths that no page has
+PASTED = {  # as users paste them, with numbers, hosts and paths that no page has, and the case
     "[rank3]:[E1202 11:06:57.640667771 ProcessGroupNCCL.cpp:685] [Rank 3] Watchdog caught"
     " collective operation timeout: WorkNCCL(SeqNum=184, OpType=ALLREDUCE, NumelIn=1, NumelOut=1,"
-    " Timeout(ms)=600000) ran for 600071 milliseconds before timing out.",
+    " Timeout(ms)=600000) ran for 600071 milliseconds before timing out.": "1. ",
     "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by"
-    " peer [10.12.3.163]:45113",
-    "DistStoreError: wait timeout after 900000ms, keys: /none/torchelastic/role_info/0",
-    "ImportError: /opt/env7/lib/libtorch_cuda.so: undefined symbol: ncclCommResume",
+    " peer [10.12.3.163]:45113": "17. ",
+    "DistStoreError: wait timeout after 900000ms, keys: /none/torchelastic/role_info/0": "87. ",
+    "ImportError: /opt/env7/lib/libtorch_cuda.so: undefined symbol: ncclCommResume": "undefined",
     "RuntimeError: Expected to mark a variable ready only once. Parameter at index 211 with name"
-    " segmentation_head.bias has been marked as ready twice.",
+    " segmentation_head.bias has been marked as ready twice.": "72. ",
+    "exitcode : -9 (pid: 81233) error_file: <N/A> Signal 9 (SIGKILL) received by PID 81233": "19. ",
+    "[c10d] The server socket has failed to listen on any local network address. port: 29500,"
+    " useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use": "6. ",
+    "RuntimeError: DataLoader worker (pid 4721) is killed by signal: Bus error.": "25. ",
+    "CUDA error: no kernel image is available for execution on the device": "73. ",
+    "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective:"
+    " CollectiveFingerPrint(SequenceNumber=12, OpType=ALLREDUCE, TensorShape=[3])": "2. ",
+}
+SEARCHES = [  # folder, query, a page that it must find, how what it opens begins
+    ("", "EADDRINUSE", TROUBLE, "6. "),
+    ("", "accumulating gradients", "docs/concepts.html", "gradient accumulation"),
+    ("zh/", "EADDRINUSE", TROUBLE_ZH, "6. "),
+    ("zh/", "梯度累积", "docs/zh/concepts.html", "梯度累积"),
+    *(("", line, TROUBLE, case) for line, case in PASTED.items()),
+    *(("zh/", line, TROUBLE_ZH, case) for line, case in PASTED.items()),
 ]
-SEARCHES = [  # folder, query, a page that it must find
-    ("", "EADDRINUSE", TROUBLE),
-    ("", "gradient accumulation", "docs/concepts.html"),
-    ("zh/", "EADDRINUSE", TROUBLE_ZH),
-    ("zh/", "梯度累积", "docs/zh/concepts.html"),
-    *(("", line, TROUBLE) for line in PASTED),
-    *(("zh/", line, TROUBLE_ZH) for line in PASTED),
-]
+IN_VIEW = """all => all.filter(one => {
+    const { top, bottom } = one.getBoundingClientRect();
+    return top > 40 && bottom < innerHeight;
+}).map(one => one.textContent.trim())"""
 
 
 @pytest.mark.slow
@@ -83,10 +94,15 @@ def test_the_site_is_built_and_shown_and_searched_in_both_languages(tmp_path):
                 .map(image => `${location}: no picture ${image.src}`)""")
         page.click("header >> text=English >> visible=true")
         page.wait_for_url(f"file://{tmp_path}/notebooks/speed.html")
-        for folder, query, expected in SEARCHES:
+        for folder, query, expected, begin in SEARCHES:
             page.goto(f"file://{tmp_path}/{folder}search.html?q={quote(query)}")
             page.wait_for_selector("#search-results .search-summary:not(:empty)")
             links = page.query_selector_all("#search-results ul.search a")
-            found = [link.get_attribute("href").partition("#")[0] for link in links]
+            found = [link.evaluate("link => link.pathname") for link in links]
+            expected = f"{tmp_path}/{folder}{expected}"
             assert expected in found and len(found) < 20, (query, found)
+            links[found.index(expected)].click()
+            page.wait_for_selector("article .highlighted")
+            shown = page.eval_on_selector_all("article :is(h2, h3, tr)", IN_VIEW)
+            assert any(text.startswith(begin) for text in shown), (query, shown)
     assert not problems, "\n".join(problems)
