@@ -11,11 +11,13 @@ from needs import browser
 from processes import ROOT
 
 PAGES = [
+    "index",
     "README",
     "docs/06_imagenet",
     "docs/concepts",
     "notebooks/speed",
     "tools/site/api",
+    "zh/index",
     "zh/README.zh-CN",
     "zh/docs/zh/06_imagenet",
     "zh/docs/zh/concepts",
@@ -94,6 +96,18 @@ def test_the_site_is_built_and_shown_and_searched_in_both_languages(tmp_path):
                 .map(image => `${location}: no picture ${image.src}`)""")
         page.click("header >> text=English >> visible=true")
         page.wait_for_url(f"file://{tmp_path}/notebooks/speed.html")
+        for folder in ("", "zh/"):
+            page.goto(f"file://{tmp_path}/{folder}index.html")
+            links = page.eval_on_selector_all(".cards a", "links => links.map(a => a.pathname)")
+            assert len(links) == 12 and all(map(os.path.isfile, links)), links
+            name = "docs/zh/concepts" if folder else "docs/concepts"
+            page.goto(f"file://{tmp_path}/{folder}{name}.html")
+            page.evaluate("document.documentElement.dataset.theme = 'dark'")
+            page.locator("figure.see").scroll_into_view_if_needed()
+            scene = page.locator("figure.see iframe").content_frame
+            scene.locator("html[style*=dark] svg .block >> nth=0").wait_for()
+            assert scene.locator("html").get_attribute("lang") == ("zh-CN" if folder else "en")
+            page.wait_for_function("document.querySelector('figure.see iframe').height > 600")
         for folder, query, expected, begin in SEARCHES:
             page.goto(f"file://{tmp_path}/{folder}search.html?q={quote(query)}")
             page.wait_for_selector("#search-results .search-summary:not(:empty)")

@@ -41,10 +41,10 @@ myst_heading_anchors = 6
 # folders that are not searched for pages
 exclude_patterns = [".*", "data", "site", "checkpoints", "results/.*"]
 templates_path = ["_templates"]
-html_additional_pages = {"index": "index.html"}  # leads to the first page
+html_additional_pages = {"index": "index.html"}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = ["figures.js", "pasted_error.js", "found_section.js"]
+html_js_files = ["figures.js", "pasted_error.js", "scene.js", "found_section.js"]
 html_theme = "pydata_sphinx_theme"
 html_title = project
 html_copy_source = False
@@ -53,9 +53,10 @@ html_show_search_summary = False  # a browser does not let a page from disk read
 html_context = {"default_mode": "auto"}  # light or dark, as the browser asks
 html_sidebars = {"**": ["contents"]}
 html_theme_options = {
-    "logo": {"text": project},
+    "navbar_start": ["home"],
     "navbar_center": [],
     "navbar_end": ["language", "theme-switcher"],
+    "article_header_start": [],
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
     "footer_end": [],
@@ -105,6 +106,7 @@ def change_source(app, name, source):
     """Add the contents to the first page; translate notebooks, and fold their code."""
     # MyST would make a download of a link to the page of recorded runs. The site needs no clone.
     source[0] = SEE_LINK.sub(r'<a href="\2">\1</a>', source[0])
+    source[0] = re.sub(r"\n---\n\n(.+\n)+\Z", "", source[0])  # before, next: the theme has its own
     if name == root_doc:
         for captions, pages in GROUPS.items():
             names = "\n".join(f"/{docname(page)}" for page in pages)
@@ -124,7 +126,7 @@ def change_source(app, name, source):
 def add_language_switch(app, name, template, context, doctree):
     """Tell the templates the address of a page in the other language."""
     names = {docname(page): docname(page, not CHINESE) for page in PAGES}  # the search has one name
-    context["other_language"] = f"{'../' * name.count('/')}{OTHER_SITE}{names.get(name, name)}.html"
+    context["other_language"] = f"{OTHER_SITE}{names.get(name, name)}.html"
     context["other_name"] = "English" if CHINESE else "中文"
 
 
