@@ -67,8 +67,11 @@ def test_the_site_is_built_and_shown_and_searched_in_both_languages(tmp_path):
         f"{path}: the language switch leads to {address}"
         for path in tmp_path.rglob("*.html")
         for address in re.findall(r'nav-link" href="([^"]+)" lang="', path.read_text())
-        if not (path.parent / address).is_file()
+        if path.name != "404.html" and not (path.parent / address).is_file()
     ]
+    for address in re.findall(r'(?:href|src)="([^"#?]+)', (tmp_path / "404.html").read_text()):
+        if not (tmp_path / address[1:]).is_file():  # a server shows it at any address
+            problems.append(f"404.html leads to {address}")
     for path in tmp_path.rglob("*.html"):
         shown = path.read_text()
         if re.search("from your clone|克隆的仓库里打开", shown):

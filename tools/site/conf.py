@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from docutils import nodes
 from sphinx import addnodes
@@ -26,12 +27,15 @@ from tools.book.pages import SEE_LINK, chinese_page, notebooks
 
 CHINESE = os.environ["SITE_LANGUAGE"] == "zh"
 OTHER_SITE = "../" if CHINESE else "zh/"  # seen from the root of this site
+# Where the site is published, if known: a page for all wrong addresses cannot have relative links.
+ADDRESS = os.environ.get("SITE_ADDRESS", "").rstrip("/") + ("/zh/" if CHINESE else "/")
 
 project = "用多块 GPU 训练" if CHINESE else "Train on more than one GPU"
 copyright = "the authors; MIT licence"
 language = "zh_CN" if CHINESE else "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions += ["notfound.extension", "sphinxext.opengraph"]
 smartquotes = False  # -- is a flag
 nb_execution_mode = "off"  # the notebooks are stored with their charts
 nb_render_markdown_format = "myst"  # has tables
@@ -42,6 +46,7 @@ myst_heading_anchors = 6
 exclude_patterns = [".*", "data", "site", "checkpoints", "results/.*"]
 templates_path = ["_templates"]
 html_additional_pages = {"index": "index.html"}
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["figures.js", "pasted_error.js", "scene.js", "found_section.js"]
@@ -64,6 +69,11 @@ html_theme_options = {
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
 autodoc_member_order = "bysource"
+notfound_urls_prefix = urlsplit(ADDRESS).path
+notfound_context = {"title": "404", "body": "<h1>Page not found · 没有此页</h1>"}
+ogp_site_url = ADDRESS
+ogp_image = "_images/step_in_time.gif"
+ogp_social_cards = {"enable": False}
 
 # The pages, in the order of docs/README.md
 README, CONTENTS, CONTRIBUTING = (
