@@ -3,9 +3,7 @@ the pages.
 """
 
 import json
-from types import SimpleNamespace
 
-from gpt.report import bytes_sent
 from tools.planning.step_model import distance, published_band
 from tools.records import RESULTS, group, published, records, spread
 
@@ -103,28 +101,6 @@ def gpu(results=None):
     return "\n\n".join([*tables, "\n".join(sources)])
 
 
-def meshes():
-    """Make the table of what a rank sends on four ranks: in 08, and in a model of 8,192 tokens."""
-    small = {"layers": 2, "width": 128, "batch_tokens": 1024, "amp": "none"}
-    large = {"layers": 32, "width": 4096, "batch_tokens": 4 * 8192, "amp": "bf16"}
-    models = [(small, 467_584, 1e6), (large, 6_478_368_768, 1e9)]
-    rows = [
-        ("DDP", *(cell for _, weights, unit in models for cell in (sent(6 * weights, unit), 0)))
-    ]
-    for data, tensor in ((4, 1), (2, 2), (1, 4)):
-        row = [f"{data} x {tensor}"]
-        for sizes, weights, unit in models:
-            args = SimpleNamespace(**sizes, data=data, tensor=tensor, accumulate=1)
-            row += [sent(number, unit) for number in bytes_sent(args, weights)]
-        rows.append(row)
-    head = ("data x tensor", "weights, MB", "activations, MB")
-    return table((*head, "large: weights, GB", "large: activations, GB"), rows)
-
-
-def sent(number, unit):
-    return f"{number / unit:.1f}" if number else 0
-
-
 def predicted():
     """Make the table of published efficiencies beside those of the model of tools/plan.py."""
     rows = []
@@ -150,26 +126,9 @@ def mistakes():
     return table(("mistake in", "tried", "found", "with `--before`", "not found"), rows)
 
 
-def right_scripts():
-    """Make the table of right scripts that check_ranks was tried on."""
-    tried = [record for record in records("checker") if "right" in record]
-    rows = [(r["right"], r["scripts"], r["false_alarms"], r["which"]) for r in tried]
-    return table(("right scripts", "tried", "false alarms", "of"), rows)
-
-
-def public_scripts():
-    """Make the table of public scripts under check_ranks --cpu, unedited."""
-    tried = [record for record in records("checker") if "script" in record]
-    rows = [(f"[{r['script']}]({r['link']})", r["says"]) for r in tried]
-    return table(("script, on two CPU processes", "what `check_ranks.py --cpu` says"), rows)
-
-
 TABLES = (
     gpu,
-    meshes,
     predicted,
     mistakes,
-    right_scripts,
-    public_scripts,
 )
 TABLES = {function.__name__: function for function in TABLES}

@@ -13,22 +13,6 @@ import numpy as np
 from tools.planning.layers import torchvision_layers
 
 
-def ring_seconds(size, devices, latency, bandwidth):
-    """Return the seconds of a ring all_reduce.
-
-    In each of 2 (N - 1) rounds, each device sends 1 / N of the tensor to the next device in the
-    ring: in the first half to add, in the second half to distribute the sums. Patarasuk and Yuan,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
-
-    Args:
-        size: bytes of the tensor.
-        devices: N.
-        latency: seconds per round, however small the message.
-        bandwidth: bytes per second that each device sends.
-    """
-    return 2 * (devices - 1) * (latency + size / devices / bandwidth)
-
-
 class Cluster(NamedTuple):
     """Nodes of several GPUs. A bandwidth is in bytes per second, a hop in seconds per message."""
 
@@ -44,8 +28,9 @@ def cluster_seconds(size, devices, cluster):
     """Return the seconds of an all_reduce between GPUs of several nodes: those of a ring or of a
     tree, the shorter.
 
-    A ring sends each byte nearly twice through each link, and needs a hop per GPU. A tree needs
-    hops for the GPUs of one node and for the logarithm of the number of nodes, and reaches 90 % of
+    A ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", 2009) sends each byte nearly twice through each link, and needs a hop
+    per GPU. A tree needs hops for the GPUs of one node and for the logarithm of the number of nodes, and reaches 90 % of
     the bandwidth. NCCL also estimates both and takes the faster one (its src/graph/tuning.cc). The
     slowest link decides the bandwidth: a node's network cards, or, within one node, its own links.
     """
