@@ -29,10 +29,11 @@ def cluster_seconds(size, devices, cluster):
     tree, the shorter.
 
     A ring (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", 2009) sends each byte nearly twice through each link, and needs a hop
-    per GPU. A tree needs hops for the GPUs of one node and for the logarithm of the number of nodes, and reaches 90 % of
-    the bandwidth. NCCL also estimates both and takes the faster one (its src/graph/tuning.cc). The
-    slowest link decides the bandwidth: a node's network cards, or, within one node, its own links.
+    workstations", 2009) sends each byte nearly twice through each link, and needs a hop per GPU. A
+    tree needs hops for the GPUs of one node and for the logarithm of the number of nodes, and
+    reaches 90 % of the bandwidth. NCCL also estimates both and takes the faster one (its
+    src/graph/tuning.cc). The slowest link decides the bandwidth: a node's network cards, or, within
+    one node, its own links.
     """
     if devices == 1:
         return 0.0
