@@ -13,6 +13,7 @@ const PAGE = {
   "tap": ["Tap a block for its times, and for the values and the code of such a moment. Space plays, arrow keys step.", "点击色块可查看其时间，以及同类时刻的数值和代码。按空格键播放，按方向键单步移动。"],
   "legend": {
     "work": ["a rank works", "rank 正在工作"],
+    "idle": ["it waits", "正在等待"],
     "forward": ["forward pass", "前向传播"],
     "backward": ["backward pass", "反向传播"],
     "optimizer": ["optimizer", "优化器"],
