@@ -3,7 +3,7 @@
 In each step, two ranks should train as one process does with the sentences of both: on the mean
 over all tokens. Padding is no token. check.py also starts three ranks.
 
-Nothing fails. What you see: the loss falls, but a token of a short sentence weighs more.
+Nothing fails. What check.py sees: the tokens of a rank that has fewer weigh more.
 """
 
 import torch

@@ -17,7 +17,7 @@ def check(ranks, torch_ranks, odd_ranks):
         )
     theirs = sent_per_step(torch_ranks[0])
     return say(
-        "after every training step, the weights are those of torch's DDP, bit for bit. Messages"
+        "after every training step, the weights are those of torch's DDP, up to rounding. Messages"
         " per step: {sent}; torch: {torch}. Messages at the beginning: {first}.",
         sent=sent_per_step(ranks[0]),
         torch=theirs,

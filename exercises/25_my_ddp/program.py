@@ -1,8 +1,8 @@
 """Write what DistributedDataParallel does, in the simplest way.
 
 All ranks should begin with the weights of rank 0, and after the backward pass each gradient should
-be the mean over all ranks, two or three. The weights should then be those of torch's DDP, bit for
-bit. A model may share a weight between two layers, and a parameter may be frozen or not be used.
+be the mean over all ranks, two or three. The weights should then be those of torch's DDP, up to
+rounding. A model may share a weight between two layers, and a parameter may be frozen or unused.
 
 Nothing fails. What check.py sees: the ranks begin with different weights, and each trains a model
 of its own.

@@ -503,9 +503,10 @@ def compared(ranks, k, weights, expected):
             why=say(", as the sum over the ranks is") if is_sum else "",
         )
     return say(
-        ". The gradient has norm {norm:.4f}, expected {expected:.4f}",
+        ". The gradient has norm {norm:.4f}, expected {expected:.4f}, and differs by {part:.0%}",
         norm=float(a.norm()),
         expected=float(b.norm()),
+        part=float((a - b).norm() / b.norm()),
     )
 
 
