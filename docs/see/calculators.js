@@ -138,6 +138,7 @@ function drawKnobs(parent, name, update) {
     const text = () => say(label, [chosen[key]]);
     const caption = make("span", null, { textContent: text() });
     const input = make("input", null, { type: "range", min: 0, max: steps.length - 1, value: nearest });
+    input.disabled = state.option === "fsdp" && key === "bucket"; // FSDP sends blocks
     input.oninput = () => {
       chosen[key] = steps[input.value];
       caption.textContent = text();

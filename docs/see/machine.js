@@ -14,7 +14,7 @@ const hue = (rank) => `--color: var(--rank${rank % 8})`;
 // Add to it x(time), timeAt(x) and show(time), which moves the playhead.
 function drawDiagram(root, m) {
   const width = root.parentElement.clientWidth;
-  const [left, right, top] = [54, m.totals.length ? 54 : 14, 22];
+  const [left, right, top] = [54, m.totals.length ? 54 : 28, 22];
   const bar = m.ranks.length > 4 ? 16 : 22;
   const row = bar + 6;
   const wire = top + m.ranks.length * row; // where the messages are
@@ -31,7 +31,7 @@ function drawDiagram(root, m) {
   const apart = m.ticks.length > 1 ? Math.ceil(70 / (m.x(m.ticks[1]) - m.x(0))) : 1;
   for (const time of m.ticks.filter((_, k) => k % apart === 0)) {
     svg("line", root, { x1: m.x(time), x2: m.x(time), y1: top, y2: bottom, class: "tick" });
-    svg("text", root, { x: m.x(time), y: height - 4, "text-anchor": time < m.end * 0.96 ? "middle" : "end" }, `${time} ms`);
+    svg("text", root, { x: m.x(time), y: height - 4, "text-anchor": "middle" }, `${time} ms`);
   }
   const box = (group, one, kind, y, height) => {
     const size = Math.max(1, m.x(one.to) - m.x(one.from) - 1);
@@ -129,7 +129,8 @@ function split(one, busy) {
 }
 
 // A time axis that does not change with each small change of a slider.
-const axisOf = (time) => [100, 200, 300, 500, 750].flatMap((one) => [one, 10 * one, 100 * one, 1000 * one]).sort((a, b) => a - b).find((one) => one >= time);
+const AXES = [100, 200, 300, 400, 500, 700, 1000, 1500, 2000, 3000, 4000, 5000, 7000, 10000, 15000, 20000, 50000];
+const axisOf = (time) => AXES.find((end) => end >= time) ?? time;
 
 // Return what drawDiagram draws of a step, and the numbers of the sentence above it.
 function stepInTime(option, c) {
@@ -214,7 +215,7 @@ function stateAt(m, time) {
   if (time >= m.died && time < m.began) return { names: ["killed"], who: [m.s.ranks - 1] };
   if (now.some((one) => one.stuck)) return named(now.every((one) => one.stuck) ? "hang" : "barrier");
   const waits = state.who.length ? [m.option === "fsdp" ? "absent" : "wait"] : [];
-  if (call) return named(...waits, call.kind, state.others.length ? "hidden" : "exposed");
+  if (call) return named(...waits, call.kind, waits.length ? "beside" : state.others.length ? "hidden" : "exposed");
   if (waits.length) return named(...waits);
   if (who(/read/).length) return { names: ["read"], who: who(/read/) };
   if (m.option === "model") return named(who(/optimizer/).length ? "apart" : "unseen");

@@ -211,7 +211,7 @@ function draw() {
   const values = { valuemax: diagram.last, valuenow: state.at, valuetext: `${$("place").textContent}. ${$("note").textContent}` };
   for (const [name, value] of Object.entries(values)) $("diagram").setAttribute(`aria-${name}`, value);
   drawQuestion();
-  $("play").textContent = state.playing ? "⏸" : "▶";
+  $("play").textContent = state.playing ? "❚❚" : "▶";
   $("play").ariaLabel = say(state.playing ? PAGE.pause : PAGE.play);
   if (!state.playing) saveHash();
 }

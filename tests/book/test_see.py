@@ -122,7 +122,7 @@ def test_buttons_keys_and_switches_lead_where_they_say(page):
     ]
     page.goto(f"file://{PAGE}#step/slow/11/en")
     page.click("#ask button:text('rank 1')")
-    assert page.inner_text("#ask") == "No: rank 0." and page.inner_text("#play") == "⏸"
+    assert page.inner_text("#ask") == "No: rank 0." and page.inner_text("#play") == "❚❚"
     page.click("text=if rank == 0")
     page.keyboard.press("End")
     assert "why_hang.py" in page.inner_text("#note") and "barrier" in page.inner_text("#note pre")
