@@ -68,7 +68,7 @@ def test_ranks_exchange_gradients_once_per_step(observed):
 
 def test_a_rank_without_a_test_image_leaves_the_model_alone(observed):
     ranks, _ = observed
-    assert ranks.output().count("| 1 images |") == 2
+    assert ranks.output().count("| 1 images\n") == 2
 
 
 def rising_and_falling_accuracy(rank):
