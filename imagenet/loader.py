@@ -86,6 +86,9 @@ class DeviceLoader:
         self.stream = torch.Stream(d.device) if d.device.type != "cpu" else None
         self.damaged = DamagedImages(dataset, group)
 
+    def __len__(self):
+        return len(self.loader)
+
     def report_damaged(self):
         """Name the damaged images that any rank has found. Every rank must call it."""
         self.damaged.sync()

@@ -132,7 +132,7 @@ class Progress:
 
     def with_bar(self, loader):
         """Return an iterator over an evaluation. In a terminal, a long one shows a bar."""
-        return self.console.with_bar(loader, len(loader.loader), "test", delay=2)
+        return self.console.with_bar(loader, len(loader), "test", delay=2)
 
     def backward_done(self):
         """Note that the last backward pass of a step has returned."""

@@ -179,7 +179,9 @@ def accuracy(runs, settings):
     theirs = published()["cifar10"]
     places = [["by epoch", "."], ["train", "test"]]
     fig, axes = plt.subplot_mosaic(places, figsize=(WIDTH, 5.8))
-    by_epoch, train, test = axes.values()
+    by_epoch = axes["by epoch"]
+    train = axes["train"]
+    test = axes["test"]
     epochs = range(1, len(theirs["dataparallel"]["train_acc"]) + 1)
     for look, run in enumerate(theirs["runs"]):
         n = run["world_size"]

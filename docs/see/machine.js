@@ -146,7 +146,7 @@ function stepInTime(option, c) {
   const end = m.end + (m.stuck.length ? 0.02 : 0);
   for (const { rank, from, kind = "wait" } of m.stuck) m.blocks.push({ rank, kind, from, to: end, stuck: true });
   if (option === "dies") { // the others fail, are started again, and repeat the step
-    const later = (one) => ({ ...one, from: one.from + end + 0.05, to: one.to + end + 0.05, again: true, without: last });
+    const later = (one) => ({ ...one, from: one.from + end + 0.05, to: one.to + end + 0.05, again: true });
     const again = trace("ddp", { ...s, ranks: last, late: {} });
     for (const rank of numbersTo(last)) m.blocks.push({ rank, kind: "restart", from: end, to: end + 0.05 });
     m.blocks.push(...again.blocks.map(later));
@@ -166,17 +166,16 @@ function stepInTime(option, c) {
   const exposed = Math.max(0, m.end - lateness / 1000 - alone + shared);
   const sending = m.calls.reduce((sum, { from, to }) => sum + to - from, 0);
   const ddp = trace("ddp", s).end;
-  const onTime = trace("ddp", { ...s, late: {} }).end;
   const other = option === "ddp" ? trace("ddp", { ...s, ...forgotten }).end : ddp;
   const numbers = {
     n: ranks, last, end: ms(m.end), alone: ms(alone), late: lateness, shared: ms(shared), exposed: ms(exposed), hidden: ms(Math.max(0, sending - exposed)), at: ms(dies[last]),
     share: Math.round((100 * alone) / m.end), other: ms(other), all: s.micro * buckets.length, once: buckets.length, saved: (s.micro - 1) * buckets.length,
     whole: 400, kept: Math.round(400 / ranks),
   };
-  const ddpSays = s.micro > 1 ? ["ddp", "hides", "saves"] : ["ddp", "hides"];
-  const sentences = { ddp: ddpSays, forgotten: s.micro > 1 ? ["ddp", "hides", "forgotten"] : ["ddp", "hides"], fsdp: ["ddp", "fsdp"] }[option] ?? [option];
+  const says = (more) => ["ddp", "hides", ...(s.micro > 1 ? [more] : [])];
+  const sentences = { ddp: says("saves"), forgotten: says("forgotten"), fsdp: ["ddp", "fsdp"] }[option] ?? [option];
   const totals = [["1 GPU", 1000 * alone]];
-  if (option === "ddp" && lateness) totals.push([say(PAGE.onTime), 1000 * onTime]);
+  if (option === "ddp" && lateness) totals.push([say(PAGE.onTime), 1000 * trace("ddp", { ...s, late: {} }).end]);
   else if (option !== "ddp") totals.push([option === "forgotten" ? "no_sync" : "DDP", 1000 * ddp]);
   const whole = Math.max(...blocks.map((one) => one.to));
   const widest = m.stuck.length ? whole : axisOf(Math.max(whole, 1000 * ddp));
@@ -193,10 +192,10 @@ function stepInTime(option, c) {
 // The moments of a step, at most about 14: something begins on a rank, or is half through.
 function momentsOf(blocks, calls, end) {
   const firsts = ["read", "restart", "optimizer"].flatMap((kind) => blocks.filter((one) => one.kind === kind).slice(0, 1));
-  const passes = blocks.filter((one, k) => one.rank === 0 && /ward/.test(one.kind) && !(one.kind === blocks[k - 1]?.kind && one.rank === blocks[k - 1].rank));
-  const firstPasses = passes.filter((one) => !one.of || one.of[0] === blocks.find((other) => other.kind === one.kind).of[0]);
+  const isFirstLayer = (one) => !one.of || one.of[0] === blocks.find((other) => other.kind === one.kind).of[0];
+  const passes = blocks.filter((one) => one.rank === 0 && /ward/.test(one.kind) && isFirstLayer(one));
   const long = [...calls, ...blocks.filter(({ kind, rank, from, to }) => rank === 0 && /wait|exposed/.test(kind) && to - from > end / 50)];
-  const times = [...[...firsts, ...firstPasses].map((one) => one.from), ...long.map(({ from, to }) => (from + to) / 2), 0, end];
+  const times = [...[...firsts, ...passes].map((one) => one.from), ...long.map(({ from, to }) => (from + to) / 2), 0, end];
   const sorted = times.sort((a, b) => a - b).filter((time, k) => k === 0 || time - times[k - 1] > end / 200);
   const thin = Math.ceil(sorted.length / 14);
   return sorted.filter((_, k) => k % thin === 0 || k === sorted.length - 1);
@@ -212,12 +211,12 @@ function stateAt(m, time) {
   const state = { who: who(/wait/), others: who(/read|ward/), bucket: call?.label };
   const named = (...names) => ({ ...state, names });
   if (who(/restart/).length) return named("restart");
-  if (time >= m.died && time < m.began) return { names: ["killed"], who: [m.s.ranks - 1] };
+  if (time >= m.died && time < m.began) return { ...named("killed"), who: [m.s.ranks - 1] };
   if (now.some((one) => one.stuck)) return named(now.every((one) => one.stuck) ? "hang" : "barrier");
   const waits = state.who.length ? [m.option === "fsdp" ? "absent" : "wait"] : [];
   if (call) return named(...waits, call.kind, waits.length ? "beside" : state.others.length ? "hidden" : "exposed");
   if (waits.length) return named(...waits);
-  if (who(/read/).length) return { names: ["read"], who: who(/read/) };
+  if (who(/read/).length) return { ...named("read"), who: who(/read/) };
   if (m.option === "model") return named(who(/optimizer/).length ? "apart" : "unseen");
   if (m.option === "fsdp" && !who(/optimizer/).length) return named("whole");
   const sendsLater = (one) => one.kind === "backward" && one.micro + 1 < m.s.micro;

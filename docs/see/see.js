@@ -74,6 +74,7 @@ function sameMoment(from, to, frame) {
   const nameOf = (one) => ({ ranks: [{ line, kind }] }) => `${kind} ${textOf(one, line)}`;
   const names = from.frames.slice(0, frame + 1).map(nameOf(from));
   const others = to.frames.map(nameOf(to));
+  // A wait of several frames counts once.
   const begins = (name) => (one, k, all) => one === name && !(name.startsWith("wait") && all[k - 1] === name);
   for (; names.length; names.pop()) {
     const times = names.filter(begins(names.at(-1))).length;
@@ -191,7 +192,8 @@ function drawComputed() {
   const { names, who, others, bucket } = stateAt(diagram, state.at);
   $("place").textContent = `${Math.round(state.at)} / ${Math.round(diagram.last)} ms`;
   $("note").replaceChildren();
-  const values = { who: namesOf(who), others: others?.length === diagram.s.ranks ? say(PAGE.all) : namesOf(others ?? []), bucket };
+  const all = others.length === diagram.s.ranks;
+  const values = { who: namesOf(who), others: all ? say(PAGE.all) : namesOf(others), bucket };
   write($("note"), names.map((name) => say(scene().states[name], values)).join(state.language === "zh" ? "" : " "));
   const now = diagram.blocks.filter(during(diagram, state.at));
   const does = (rank, kinds) => now.some((one) => one.rank === rank && kinds.split(" ").includes(one.line ?? one.kind));
@@ -311,8 +313,10 @@ function show(changes) {
   Object.assign(state, changes, { playing: 0 });
   if (!(state.scene in SCENES) && !(state.scene in KNOBS)) state.scene = "time";
   if (!options().includes(state.option)) state.option = options()[0] ?? "-";
-  if (state.raised && state.option !== "forgotten") [chosen.micro, state.raised] = [1, false];
-  if (state.option === "forgotten" && chosen.micro === 1) [chosen.micro, state.raised] = [2, true];
+  const raise = state.option === "forgotten" && chosen.micro === 1; // one micro-batch has nothing to forget
+  if (raise) chosen.micro = 2;
+  else if (state.raised && state.option !== "forgotten") chosen.micro = 1;
+  state.raised = raise || (state.raised && state.option === "forgotten");
   if (!options().includes(state.beside) || state.beside === state.option) state.beside = null;
   drawPage();
 }
@@ -360,7 +364,9 @@ function seek(event) {
 $("diagram").onpointerdown = (event) => {
   $("diagram").setPointerCapture(event.pointerId);
   seek(event);
-  if (computed()) event.target.block ? pick(event.target.block) : ($("block").textContent = say(PAGE.tap));
+  if (!computed()) return;
+  if (event.target.block) pick(event.target.block);
+  else $("block").textContent = say(PAGE.tap);
 };
 $("diagram").onpointermove = (event) => event.buttons && seek(event);
 $("back").onclick = () => move(before(state.at));

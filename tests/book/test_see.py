@@ -113,13 +113,9 @@ def test_buttons_keys_and_switches_lead_where_they_say(page):
     while page.is_enabled("#next"):
         page.keyboard.press("ArrowRight")
         notes.append(page.inner_text("#note"))
-    steps = "rank 3 still reads", "hidden", "Waiting for rank 3: rank 0, rank 1, rank 2", "exposed"
-    assert [next((k for k, note in enumerate(notes) if step in note), -1) for step in steps] == [
-        0,
-        2,
-        4,
-        6,
-    ]
+    said = "rank 3 still reads", "hidden", "Waiting for rank 3: rank 0, rank 1, rank 2", "exposed"
+    firsts = [next(k for k, note in enumerate(notes) if words in note) for words in said]
+    assert firsts == [0, 2, 4, 6]
     page.goto(f"file://{PAGE}#step/slow/11/en")
     page.click("#ask button:text('rank 1')")
     assert page.inner_text("#ask") == "No: rank 0." and page.inner_text("#play") == "❚❚"

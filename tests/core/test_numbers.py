@@ -272,7 +272,7 @@ def test_the_header_and_the_record_name_every_size_and_how_the_run_was_made(of_0
     assert before <= datetime.datetime.fromisoformat(record["started"]) <= after
     weights = (27 * 32 + 32) + (9 * 32 * 64 + 64) + (64 * 4 * 4 * 128 + 128) + (128 * 3 + 3)
     images = "63 train and 15 test images of 3x12x12, in memory, 3 classes"
-    assert images in of_03.out
+    assert f"{images}\n" in of_03.out
     options = f"mnist_net, {weights / 1e6:.1f} M weights | seed 3, 0.5 epochs of warm-up"
     assert options in of_03.out
     assert "world size 2 (2 on this machine)" in of_03.out and "3 CPU threads each" in of_03.out
@@ -605,7 +605,7 @@ def test_the_header_of_06_and_its_record_name_every_size(of_06):
     weights = 9 * (3 * 16 + 16 * 32 + 32 * 64 + 64 * 128 + 128 * 128)
     weights += 2 * (16 + 32 + 64 + 128 + 128) + 129 * 20
     images = "160 train and 41 test images, 20 classes, seen at 32x32"
-    assert images in of_06.out
+    assert f"{images}\n" in of_06.out
     pieces = f"3 to 4 images per process at a time in {of_06.pieces} micro-batches"
     assert f"global batch 15: {pieces}, 11 steps per epoch" in of_06.out
     options = "amp none, seed 7, averaged weights 0.8"
