@@ -186,9 +186,14 @@ def test_local_processes_share_the_cores_that_they_may_use(
     environment, monkeypatch, variables, affinity, local_world_size, cores
 ):
     environment(**variables)
+    monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(affinity))
-    found = machine.cores_per_process(local_world_size)
-    assert found == cores and isinstance(found, int)
+    assert machine.cores_per_process(local_world_size) == cores
+    threads = torch.get_num_threads()
+    setup_device(0, local_world_size)
+    found = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert found == cores
 
 
 # Where ranks meet
