@@ -37,6 +37,15 @@ for epoch in range(3):
     print(f"test loss {total / len(test_data):.6f}")
 """
 
+# A data set that reads whole batches
+BATCHES = """\
+class Batches(TensorDataset):
+    def __getitems__(self, indices):
+        return self[indices]
+
+
+dist.init"""
+
 # Converted: two micro-steps of two samples on each of two ranks.
 NEW = """\
 import contextlib
@@ -228,3 +237,15 @@ def test_what_cannot_be_compared_is_a_note(compare):
     code, output = compare("same", new, "--no-random")
     assert code == 0 and "same for" not in output, output
     assert "note: --before: training step 1 has other inputs: not read by index" in output
+    new = NEW.replace("dist.init", BATCHES).replace("TensorDataset(x, y)", "Batches(x, y)")
+    new = new.replace("sampler=sampler", "sampler=sampler, collate_fn=lambda batch: batch")
+    new = new.replace("ddp(x)", "ddp(x + torch.randn(x.shape))")
+    code, output = compare("same", new, "--no-random")
+    assert code == 0 and "note: --before: training step 1 has other inputs" in output, output
+
+
+def test_batch_norm_is_seen_though_the_model_is_evaluated_first(compare):
+    new = NEW.replace("nn.Dropout(0.5)", "nn.BatchNorm1d(8)")
+    new = new.replace("ddp = ", "net.eval()(torch.zeros(1, 8))\nnet.train()\nddp = ")
+    code, output = compare("same", new, "--steps", "4")
+    assert code == 0 and "note: --before: batch norm sees only the samples" in output, output

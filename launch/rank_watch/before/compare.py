@@ -221,7 +221,7 @@ class Comparison:
 
     def compare_steps(self):
         """Compare loss and gradient in each training step; return whether no mistake was found."""
-        limit = HALF if any(one["half"] for one in self.weights()) else STRICT
+        limit = HALF if any(one["half"] for one in self.noted("mode")) else STRICT
         largest = 0
         steps = 0
         for k in range(self.count):
@@ -250,21 +250,25 @@ class Comparison:
             self.judgment.compared.append(result)
         return True
 
-    def weights(self, of=()):
-        """Return what these processes, or all, have noted of their first weights."""
+    def noted(self, kind, of=()):
+        """Return what these processes, or all, have noted of this kind."""
         trainings = of or [*self.ranks, self.one]
-        return [event for training in trainings for event in training.run.noted["weights"]]
+        return [event for training in trainings for event in training.run.noted[kind]]
 
     def why_loose(self, k):
         """Return why losses and gradients of training step k cannot be equal, or None."""
-        if not all(one["loaded"] for one in self.weights()):
+        if not all(one["loaded"] for one in self.noted("weights")):
             return "its weights have other shapes, so both begin differently"
-        if any(one["batch_norm"] for one in self.weights(of=self.ranks)):
+        if any(one["batch_norm"] for one in self.noted("mode", of=self.ranks)):
             return "batch norm sees only the samples of its own rank, so the losses must differ"
         remedy = "" if self.options["no_random"] else ": try --no-random"
-        if any(training.draws() for training in [*self.ranks, self.one]):
+        if any(training.draws("forward") for training in [*self.ranks, self.one]):
             return f"the forward pass draws random numbers, as dropout does{remedy}"
-        if not self.same_data[k] and not (self.has_same_count(k) and self.repeats_rank_0()):
+        # What changes a batch at random may draw for rank 0 what it draws for the one process.
+        is_random = any(training.draws("outside") for training in self.ranks)
+        if not self.same_data[k] and (
+            is_random or not (self.has_same_count(k) and self.repeats_rank_0())
+        ):
             return (
                 f"training step {k + 1} has other inputs: not read by index from a DataLoader, or "
                 f"changed at random, or padded to the longest of the batch{remedy}"

@@ -44,7 +44,10 @@ def before_forward(module, args):
 
 def fetch(real, fetcher, indices):
     """Read a batch, so that a sample has the same random crop whoever reads it, and when."""
-    if not fetcher.auto_collation:
+    dataset = fetcher.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if not fetcher.auto_collation or hasattr(dataset, "__getitems__"):  # which reads a whole batch
         return real(fetcher, indices)
     numpy = sys.modules.get("numpy")
     states = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()

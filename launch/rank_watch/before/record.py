@@ -40,6 +40,7 @@ class Record:
         self.folder = None  # of the first weights
         self.models = 0  # whose first weights were saved
         self.names = WeakIdKeyDictionary()  # a parameter: its name, of models that have run
+        self.modes = {True: WeakIdKeyDictionary(), False: WeakIdKeyDictionary()}  # trains: as names
         self.lines = set()  # at which the script asked for the length of a loader
         self.stepping = 0  # ZeroRedundancyOptimizer steps another optimizer in its step
         self.evaluates = False  # the last forward pass did not train
@@ -68,20 +69,18 @@ class Record:
             return
         if module is self.recorder.models.root:
             self.evaluates = not (module.training and torch.is_grad_enabled())
-        if parameter in self.names:
+        if parameter in self.modes[module.training]:
             return
         model = module.module if isinstance(module, DistributedDataParallel) else module
         names = [plain(name) for name, _ in model.named_parameters()]
-        self.names.update(zip(model.parameters(), names, strict=True))
+        self.modes[module.training].update(zip(model.parameters(), names, strict=True))
         norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
-        device = parameter.device.type
-        self.recorder.add(
-            "weights",
-            loaded=self.begin_with(model),
-            folder=self.folder,
-            batch_norm=any(one.training and type(one) is not nn.SyncBatchNorm for one in norms),
-            half=parameter.element_size() < 4 or torch.is_autocast_enabled(device),
-        )
+        batch_norm = any(one.training and type(one) is not nn.SyncBatchNorm for one in norms)
+        half = parameter.element_size() < 4 or torch.is_autocast_enabled(parameter.device.type)
+        self.recorder.add("mode", batch_norm=batch_norm, half=half)
+        if parameter not in self.names:
+            self.names.update(self.modes[module.training])
+            self.recorder.add("weights", loaded=self.begin_with(model), folder=self.folder)
 
     def begin_with(self, model):
         """Save the first weights of a model on rank 0, and return whether that is possible."""
