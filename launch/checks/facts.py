@@ -199,7 +199,7 @@ def cores():
 def code_hash():
     """Return eight digits that differ if the Python files of a job differ."""
     digest = hashlib.sha256()
-    names = ["", "common", "ddp", "fsdp", "imagenet", "launch", "launch/checks"]
+    names = ["", "common", "ddp", "fsdp", "gpt", "imagenet", "launch", "launch/checks"]
     for path in sorted(path for name in names for path in (ROOT / name).glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
