@@ -64,8 +64,8 @@ def load_step(args, steps, train_set, model, optimizer, scheduler):
 def describe_training(args, train_set):
     """Return what must not change between two parts of a training, so that no window is lost."""
     return (
-        f"a model of {describe_sizes(args)}, {args.batch_tokens} tokens per step "
-        f"and {train_set.count} bytes to train on"
+        f"a model of {describe_sizes(args)}, {args.batch_tokens} tokens per step, "
+        f"{train_set.count} bytes to train on and seed {args.seed}"
     )
 
 

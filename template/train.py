@@ -199,7 +199,7 @@ class Run:
     def save(self, name="last.pt"):
         state = {name: part.state_dict() for name, part in self.parts.items()}
         state |= {"epoch": self.epoch, "step": self.step, "best": self.best}
-        state["batch_size"] = self.args.batch_size
+        state |= {"batch_size": self.args.batch_size, "seed": self.args.seed}
         state["totals"] = self.totals.clone()
         dist.all_reduce(state["totals"])
         self.write(name, state)
@@ -220,10 +220,13 @@ class Run:
             refuse(f"--checkpoints {folder} is not one folder on all machines: {remedy}")
         if path:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            size = state.get("batch_size", self.args.batch_size)
-            if state["step"] and size != self.args.batch_size:  # a step would have other examples
-                remedy = f"finish it with --batch-size {size}"
-                refuse(f"{path} is of an epoch with another batch size: {remedy}")
+            for name in ("batch_size", "seed"):  # with another, a step would have other examples
+                value = state.get(name, getattr(self.args, name))
+                if state["step"] and value != getattr(self.args, name):
+                    flag = f"--{name.replace('_', '-')}"
+                    refuse(
+                        f"{path} is of an epoch with another {flag}: finish it with {flag} {value}"
+                    )
             for name, part in self.parts.items():
                 if state[name]:  # that of the scaler is empty unless it was saved with fp16
                     part.load_state_dict(state[name])

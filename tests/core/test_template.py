@@ -431,16 +431,17 @@ def test_it_saves_after_so_many_minutes(template, train_here, monkeypatch, tmp_p
     assert saved == [(0, 4), (0, 8), (1, 0)]
 
 
-def test_an_epoch_is_resumed_with_its_batch_size_and_may_change_to_fp16(
+def test_an_epoch_is_resumed_with_its_order_and_may_change_to_fp16(
     template, train_here, tmp_path, capsys
 ):
     template.signals.append(signal.SIGTERM)
     with pytest.raises(SystemExit, match="75"):
         train_here(*SHORT, tmp_path)
     template.signals.clear()
-    with pytest.raises(SystemExit, match="2"):
-        train_here(*SHORT, tmp_path, "--resume", "--batch-size", 500)
-    assert "another batch size: finish it with --batch-size 1000" in capsys.readouterr().err
+    for flag, value, other in (("--batch-size", 1000, 500), ("--seed", 0, 1)):
+        with pytest.raises(SystemExit, match="2"):
+            train_here(*SHORT, tmp_path, "--resume", flag, other)
+        assert f"another {flag}: finish it with {flag} {value}" in capsys.readouterr().err
     train_here(*SHORT, tmp_path, "--resume", "--amp", "fp16")
     assert torch.load(tmp_path / "last.pt")["epoch"] == 1
 
