@@ -39,14 +39,7 @@ WRONG = {
         "Without a signal, the ranks took 5 and 5 training steps",
     ),
     "a collective that only one rank calls": (
-        [
-            (
-                STOP,
-                STOP.replace(
-                    "        break", "        dist.all_reduce(torch.tensor(1))\n        break"
-                ),
-            )
-        ],
+        [(STOP, "    if stop:\n        dist.all_reduce(torch.tensor(1))\n        break\n")],
         "The ranks call different collectives: rank 0 calls all_reduce with 272 bytes in line 38",
     ),
 }

@@ -17,18 +17,15 @@ TRAIN = """\
     loss.backward()
     optimizer.step()
 """
+AGREE = """\
+    damaged = batch.isnan().any().int()
+    dist.all_reduce(damaged, op=dist.ReduceOp.MAX)
+    if damaged:
+"""
 PRINT = '        print(f"skipping a batch: {error}")\n'
 
 RIGHT = {
-    "all ranks skip the batch": [
-        (
-            TRY,
-            "    damaged = batch.isnan().any().int()\n"
-            "    dist.all_reduce(damaged, op=dist.ReduceOp.MAX)\n"
-            "    if damaged:\n"
-            f"        continue\n{TRAIN}",
-        )
-    ],
+    "all ranks skip the batch": [(TRY, f"{AGREE}        continue\n{TRAIN}")],
     "without the damaged image": [
         (
             TRY,
@@ -50,15 +47,7 @@ WRONG = {
         "The weights are not numbers (NaN)",
     ),
     "both ranks end without an error": (
-        [
-            (
-                TRY,
-                "    damaged = batch.isnan().any().int()\n"
-                "    dist.all_reduce(damaged, op=dist.ReduceOp.MAX)\n"
-                "    if damaged:\n"
-                f"        break\n{TRAIN}",
-            )
-        ],
+        [(TRY, f"{AGREE}        break\n{TRAIN}")],
         "The ranks ended without an error after training step 1",
     ),
 }

@@ -42,17 +42,6 @@ RIGHT = {
             "        self.works.clear()\n",
         ),
     ],
-    "a thread": [
-        (ONE, f"{HOOK}        self.pool = ThreadPoolExecutor(1)\n"),
-        ("import torch\n", "from concurrent.futures import ThreadPoolExecutor\n\nimport torch\n"),
-        (TWO, "        self.works.append(self.pool.submit(dist.all_reduce, parameter.grad))\n"),
-        (
-            THREE,
-            f"{WAIT.replace('wait()', 'result()')}"
-            "        for parameter in filter(lambda p: p.grad is not None, model.parameters()):\n"
-            "            parameter.grad /= dist.get_world_size()\n",
-        ),
-    ],
 }
 
 WRONG = {
