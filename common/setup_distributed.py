@@ -203,8 +203,7 @@ def setup_device(local_rank, local_world_size):
     """Return this process's GPU, made the current one, or the CPU. Share the cores as threads."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        step = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # cores of all its tasks here
-        # Slurm may have bound this task to a part of them.
+        step = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # Slurm may bind a task to a part
         torch.set_num_threads(max(1, min(cores, step // local_world_size)))
     is_gpu = torch.accelerator.is_available()
     kind = torch.accelerator.current_accelerator().type if is_gpu else "cpu"

@@ -134,7 +134,7 @@ DATA = [  # what to train on; see add_flags
      "validation class folders, or a folder with train/ and val/, if it is not TRAIN"),
     ("--dummy N", whole_number(2), None, "use N generated images instead, to measure speed"),
     ("--image-size N", whole_number(16), 224, "pixels per side of the model's input"),
-    ("--workers N", whole_number(0), None, "loader processes per rank; one per core if not given"),
+    ("--workers N", whole_number(0), None, "loader processes per rank; else about one per core"),
 ]
 MODEL = [  # what is trained
     ("--arch NAME", str, "resnet18", "a torchvision model, or timm:NAME if timm is installed"),

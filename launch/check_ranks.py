@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node=2 launch/check_ranks.py train.py --epochs 3
     srun --ntasks=2 python launch/check_ranks.py train.py
-    python launch/check_ranks.py 04_mnmc_ddp_mp.py --nproc 2     a script that starts processes
+    python launch/check_ranks.py 04_mnmc_ddp_mp.py     a script that starts its own processes
 
 It runs the script for 20 training steps, compares what the ranks did, and prints a line that begins
 with "found:" for each mistake that it sees, or one that begins with "ok:". Lines that begin with
 "note:" say what is right only in some cases, and what was not seen. The exit code is 1 if something
-was found. Data is compared by hashes, which are kept in memory.
+was found. Data is compared by hashes. --before keeps first weights in a temporary folder.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Train one model twice, with one process and with two, and compare: python tools/demo.py
 
 It runs 01_snsc.py, then 03_mnmc_ddp_launch.py under torchrun, with the same images per training
-step. With more GPUs, 03 gets a process for each; with one GPU, one process. Needs no files.
+step. With more GPUs, 03 gets 2, 4 or 8 processes; with one GPU, one process. Needs no files.
 """
 
 import json

@@ -129,7 +129,7 @@ SPEEDS = [
     Part("tokens", 120, "08 beside a plain loop and a compiled one", TOKENS),
     Part("cifar10", 110, "06 on CIFAR-10: accuracy and seconds", CIFAR10, "IMAGES"),
     Part("compile", 115, "06 with --compile", f"{TRAIN} dummy --repeats 1 --compile"),
-    Part("speed", 360, "images per second of 01 to 05", SPEED),
+    Part("speed", 360, "images per second of 01 to 04", SPEED),
 ]
 
 SIZES = {
