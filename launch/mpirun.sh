@@ -11,7 +11,7 @@
 hosts=${HOSTS:-localhost:2}  # machine:processes for each machine, one process per GPU; rank 0 runs on the first machine
 hostfile=${HOSTFILE:-}       # or a file with one line per machine, such as: 10.0.0.1 slots=8
 master=${MASTER:-}           # the first machine, as the other machines reach it; empty: its name in the list above
-port=${PORT:-}               # a free port on the first machine; empty: MASTER_PORT, or 12000 to 31999 by job name
+port=${PORT:-}               # a free port on the first machine; empty: MASTER_PORT, or 12000 to 31999 by process ID
 interface=${INTERFACE:-}     # network interface between the machines, such as eth0; empty: see below
 
 set -euo pipefail  # stop at the first error
@@ -38,9 +38,7 @@ if [[ -n $hostfile ]]; then
 fi
 export MASTER_ADDR=${master:-${first%%:*}}
 
-if [[ -n $port ]]; then
-    export MASTER_PORT=$port
-fi
+export MASTER_PORT=${port:-${MASTER_PORT:-$((12000 + $$ % 20000))}}  # another one for each job on this machine
 # If `interface` is empty, gloo uses the interface of the address to which the host name resolves, and NCCL chooses one
 # itself. Set `interface` where /etc/hosts maps the host name to 127.0.1.1, as on Debian: other machines cannot connect
 # to this address.
