@@ -32,7 +32,9 @@ def check_start(launcher):
     if launcher == "python" and given.get("SLURM_NTASKS", "1") != "1":
         found = f"running as one process, though SLURM_NTASKS={given['SLURM_NTASKS']}"
         warnings.append(f"{found}: srun python ...")
-    if is_torchrun and int(given.get("OMPI_COMM_WORLD_SIZE", given.get("PMI_SIZE", 1))) > 1:
+    is_alone = given.get("GROUP_WORLD_SIZE", "1") == "1"  # the torchrun, without --nnodes
+    under_mpirun = int(given.get("OMPI_COMM_WORLD_SIZE", given.get("PMI_SIZE", 1))) > 1
+    if is_torchrun and is_alone and under_mpirun:
         found = "mpirun has started several torchruns, and each trains alone"
         raise LaunchError(f"{found}: expected one of the two; mpirun -n 2 python ...")
     if is_torchrun and "SLURM_STEP_NUM_TASKS" in given:
@@ -42,7 +44,7 @@ def check_start(launcher):
             found = f"srun has started {tasks} tasks with a torchrun on {nodes} machine(s)"
             remedy = f"srun --ntasks={nodes} --ntasks-per-node=1 torchrun ..."
             raise LaunchError(f"{found}: expected one on each; {remedy}")
-        if nodes > 1 and given.get("GROUP_WORLD_SIZE") == "1" and given.get("LOCAL_RANK") == "0":
+        if nodes > 1 and is_alone and given.get("LOCAL_RANK") == "0":
             warnings.append(f"each of {nodes} machines trains alone: torchrun --nnodes={nodes}")
     if launcher == "nodes":
         check_pod()
