@@ -42,10 +42,7 @@ WRONG = {
         [(PRINT, f"{PRINT}        raise SystemExit(0)\n")],
         "Rank 1 ended as if all was well",
     ),
-    "the damaged image is trained": (
-        [(TRY, TRAIN)],
-        "The weights are not numbers (NaN)",
-    ),
+    "the damaged image is trained": ([(TRY, TRAIN)], "The weights are not numbers (NaN)"),
     "both ranks end without an error": (
         [(TRY, f"{AGREE}        break\n{TRAIN}")],
         "The ranks ended without an error after training step 1",

@@ -156,7 +156,6 @@ MISTAKES = {
         r"the ranks end after 16 training steps, one process goes on after",
     ],
 }
-QUICK = {"a scheduler that is stepped too often"}
 
 
 def enter(folder, rank):
@@ -197,7 +196,10 @@ def test_a_right_conversion_is_the_script_before_up_to_rounding(compare):
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES],
+    [
+        name if "too often" in name else pytest.param(name, marks=pytest.mark.slow)
+        for name in MISTAKES
+    ],
 )
 def test_a_mistake_that_all_ranks_make_is_found(compare, name):
     *changes, expected = MISTAKES[name]
