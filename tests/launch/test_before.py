@@ -196,10 +196,7 @@ def test_a_right_conversion_is_the_script_before_up_to_rounding(compare):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if "too often" in name else pytest.param(name, marks=pytest.mark.slow)
-        for name in MISTAKES
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * ("often" not in name)) for name in MISTAKES],
 )
 def test_a_mistake_that_all_ranks_make_is_found(compare, name):
     *changes, expected = MISTAKES[name]
