@@ -94,8 +94,8 @@ def check(runs, judgment, complete):
                 one = run_one(ranks, options, folder, parts)
             problem = problem_of(one)
         if problem is None:
-            rank_0 = functools.partial(run_one, ranks[:1], options, folder, parts)
-            Comparison(ranks, one, options, judgment, functools.cache(rank_0)).run()
+            repeat = functools.cache(lambda k: run_one(ranks[k : k + 1], options, folder, parts))
+            Comparison(ranks, one, options, judgment, repeat).run()
         else:
             judgment.notes.append(f"--before: not compared with one process: {problem}")
     finally:
@@ -127,11 +127,11 @@ def problem_of(one):
 class Comparison:
     """Compares the ranks with one process, and adds what it sees to a judgment."""
 
-    def __init__(self, ranks, one, options, judgment, run_rank_0):
+    def __init__(self, ranks, one, options, judgment, repeat):
         self.ranks = ranks
         self.one = one
         self.options = options
-        self.run_rank_0 = run_rank_0  # in one process, on the samples of rank 0 alone
+        self.repeat = repeat  # in one process, on the samples of a rank alone
         self.same = options["same"]
         self.judgment = judgment
         self.n = len(ranks)
@@ -262,12 +262,10 @@ class Comparison:
         if any(one["batch_norm"] for one in self.noted("mode", of=self.ranks)):
             return "batch norm sees only the samples of its own rank, so the losses must differ"
         remedy = "" if self.options["no_random"] else ": try --no-random"
-        if any(training.draws("forward") for training in [*self.ranks, self.one]):
+        if any(training.draws() for training in [*self.ranks, self.one]):
             return f"the forward pass draws random numbers, as dropout does{remedy}"
-        # What changes a batch at random may draw for rank 0 what it draws for the one process.
-        is_random = any(training.draws("outside") for training in self.ranks)
-        if not self.same_data[k] and (
-            is_random or not (self.has_same_count(k) and self.repeats_rank_0())
+        if not self.same_data[k] and not (
+            self.has_same_count(k) and self.repeats(0) and self.repeats(self.n - 1)
         ):
             return (
                 f"training step {k + 1} has other inputs: not read by index from a DataLoader, or "
@@ -320,7 +318,7 @@ class Comparison:
         fixed = "does the script expect batches of a fixed size? Later steps were not compared"
         if self.same and cause is None and not is_near(loss, 1) and len(set(of_ranks)) == 1:
             self.note(f"{self.values(k)}. All ranks have one loss, of all samples: {fixed}")
-        elif self.same and is_near(loss, 1 / self.n) and self.repeats_rank_0():
+        elif self.same and is_near(loss, 1 / self.n) and self.repeats(0):
             self.note(f"{self.values(k)}. Is the loss a sum, or {fixed}")
         else:
             before = f"The {k} steps before are equal: is the update another one? Or: " * (k > 0)
@@ -332,14 +330,14 @@ class Comparison:
         counts = [training.steps[k].count() for training in [*self.ranks, self.one]]
         return sum(counts[:-1]) == counts[-1]
 
-    def repeats_rank_0(self):
-        """Return whether one process computes from the samples of rank 0 the loss of rank 0.
+    def repeats(self, rank):
+        """Return whether one process computes from the samples of a rank the loss of that rank.
 
-        Then nothing is random. Rows that are padded to the longest of another batch have other
-        hashes, though they are the same samples.
+        If it does for all, nothing is random: only for rank 0 it may draw the same numbers. Rows
+        that are padded to the longest of another batch have other hashes, but are the same samples.
         """
-        steps = self.run_rank_0().steps
-        return bool(steps) and is_near(steps[0].loss(), self.ranks[0].steps[0].loss(), 1e-5)
+        steps = self.repeat(rank).steps
+        return bool(steps) and is_near(steps[0].loss(), self.ranks[rank].steps[0].loss(), 1e-5)
 
     def values(self, k):
         (ranks, one, _), (gradient, other, _) = self.losses(k), self.gradients(k)

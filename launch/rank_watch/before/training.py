@@ -102,9 +102,9 @@ class Training:
     def micro_steps(self):
         return statistics.median(len(step.losses) for step in self.steps) if self.steps else 0
 
-    def draws(self, span):
-        """Return whether random numbers are drawn in this span of training steps."""
-        return any(name == span and step for step, name, _ in self.run.draws)
+    def draws(self):
+        """Return whether forward passes draw random numbers."""
+        return any(span == "forward" and step for step, span, _ in self.run.draws)
 
     def loaders(self):
         """Return the loaders that train."""
