@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing
 import os
 import sys
-import time
 
 
 class UserError(Exception):
@@ -46,11 +45,10 @@ def print_line(message):
     print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
 
 
-def exit_now(message, code, seconds=0):
-    """Print, wait, kill the processes that this one started, and exit without cleaning up."""
+def exit_now(message, code):
+    """Print a message, kill the processes that this one started, and exit without cleaning up."""
     if message:
         print_line(message)
-    time.sleep(seconds)
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()

@@ -47,8 +47,11 @@ def one_line_errors():
         if message is None:
             traceback.print_exc()
         if has_peers:  # a normal exit could wait for ranks that wait for this one
-            has_lost_one = message and code == 1  # whose exit code mp.spawn is to see first
-            exit_now(message and f"error: {message}", code, seconds=1 if has_lost_one else 0)
+            if message and code == 1:
+                print_line(f"error: {message}")
+                message = None
+                time.sleep(1)  # the exit code of the rank that was lost is to be seen first
+            exit_now(message and f"error: {message}", code)
         print_line(f"error: {message}")
         sys.exit(code)
 

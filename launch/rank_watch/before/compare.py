@@ -264,9 +264,7 @@ class Comparison:
         remedy = "" if self.options["no_random"] else ": try --no-random"
         if any(training.draws() for training in [*self.ranks, self.one]):
             return f"the forward pass draws random numbers, as dropout does{remedy}"
-        if not self.same_data[k] and not (
-            self.has_same_count(k) and self.repeats(0) and self.repeats(self.n - 1)
-        ):
+        if not self.same_data[k] and not (self.has_same_count(k) and self.repeats(0, self.n - 1)):
             return (
                 f"training step {k + 1} has other inputs: not read by index from a DataLoader, or "
                 f"changed at random, or padded to the longest of the batch{remedy}"
@@ -330,14 +328,14 @@ class Comparison:
         counts = [training.steps[k].count() for training in [*self.ranks, self.one]]
         return sum(counts[:-1]) == counts[-1]
 
-    def repeats(self, rank):
-        """Return whether one process computes from the samples of a rank the loss of that rank.
+    def repeats(self, *ranks):
+        """Return whether one process computes from the samples of each of these ranks its loss.
 
         If it does for all, nothing is random: only for rank 0 it may draw the same numbers. Rows
         that are padded to the longest of another batch have other hashes, but are the same samples.
         """
-        steps = self.repeat(rank).steps
-        return bool(steps) and is_near(steps[0].loss(), self.ranks[rank].steps[0].loss(), 1e-5)
+        firsts = [(self.repeat(rank).steps, self.ranks[rank].steps[0]) for rank in ranks]
+        return all(steps and is_near(steps[0].loss(), own.loss(), 1e-5) for steps, own in firsts)
 
     def values(self, k):
         (ranks, one, _), (gradient, other, _) = self.losses(k), self.gradients(k)
