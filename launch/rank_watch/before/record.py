@@ -73,13 +73,14 @@ class Record:
             return
         model = module.module if isinstance(module, DistributedDataParallel) else module
         names = [plain(name) for name, _ in model.named_parameters()]
-        self.modes[module.training].update(zip(model.parameters(), names, strict=True))
+        known = list(zip(model.parameters(), names, strict=True))
+        self.modes[module.training].update(known)
         norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
         batch_norm = any(one.training and type(one) is not nn.SyncBatchNorm for one in norms)
         half = parameter.element_size() < 4 or torch.is_autocast_enabled(parameter.device.type)
         self.recorder.add("mode", batch_norm=batch_norm, half=half)
         if parameter not in self.names:
-            self.names.update(self.modes[module.training])
+            self.names.update(known)
             self.recorder.add("weights", loaded=self.begin_with(model), folder=self.folder)
 
     def begin_with(self, model):
