@@ -46,13 +46,12 @@ def one_line_errors():
             raise
         if message is None:
             traceback.print_exc()
+        else:
+            print_line(f"error: {message}")
         if has_peers:  # a normal exit could wait for ranks that wait for this one
             if message and code == 1:
-                print_line(f"error: {message}")
-                message = None
                 time.sleep(1)  # the exit code of the rank that was lost is to be seen first
-            exit_now(message and f"error: {message}", code)
-        print_line(f"error: {message}")
+            exit_now(None, code)
         sys.exit(code)
 
 

@@ -224,9 +224,8 @@ class Run:
                 value = state.get(name, getattr(self.args, name))
                 if state["step"] and value != getattr(self.args, name):
                     flag = f"--{name.replace('_', '-')}"
-                    refuse(
-                        f"{path} is of an epoch with another {flag}: finish it with {flag} {value}"
-                    )
+                    remedy = f"finish it with {flag} {value}"
+                    refuse(f"{path} is of an epoch with another {flag}: {remedy}")
             for name, part in self.parts.items():
                 if state[name]:  # that of the scaler is empty unless it was saved with fp16
                     part.load_state_dict(state[name])

@@ -337,9 +337,10 @@ def test_a_mistake_in_the_files_is_one_line(run, text, tmp_path):
     other.write_bytes(TEXT * 2)
     mistakes = {
         "step-20 is of a model of layers 2, heads 4, width 16, context 8, 256 tokens per step, "
-        "2460 bytes to train on and seed 3: expected a model of layers 2, heads 2": ["--heads", 2],
-        "4922 bytes to train on and seed 3; give the same flags, or an": ["--text", other],
-        "2460 bytes to train on and seed 1; give the same flags, or an": ["--seed", 1],
+        "2460 bytes to train on and seed 3: expected a model of layers 2, "
+        "heads 2, width": ["--heads", 2],
+        "4922 bytes to train on and seed 3; give the same flags, or another": ["--text", other],
+        "2460 bytes to train on and seed 1; give the same flags, or another --che": ["--seed", 1],
         "step-20: all 20 training steps are done; give more --epochs, another": [],
         "--text no/file: No such file or directory: expected a file with": ["--text", "no/file"],
         "--text /dev/null: 0 bytes: expected 20 or more; name a file": ["--text", "/dev/null"],

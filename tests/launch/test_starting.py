@@ -14,6 +14,7 @@ from launch.checks import starting
 NODES = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "job-0", "MASTER_PORT": 23456}
 # PyTorchJob with nprocPerNode: "2" on 2 pods, as of version 1.7: WORLD_SIZE counts processes.
 PODS = {"WORLD_SIZE": 4, "PET_NPROC_PER_NODE": 2, "PET_NNODES": 2}
+ALONE = mpirun() | torchrun(GROUP_WORLD_SIZE=1)
 LONE_TASK = srun(0, 2, SLURM_STEP_TASKS_PER_NODE="1(x2)")
 
 
@@ -26,7 +27,7 @@ LONE_TASK = srun(0, 2, SLURM_STEP_TASKS_PER_NODE="1(x2)")
             "srun has started 2 tasks with a torchrun on 1 machine(s)",
             "srun --ntasks=1 --ntasks-per-node=1 torchrun",
         ),
-        (mpirun() | torchrun(GROUP_WORLD_SIZE=1), 0, "several torchruns", "mpirun -n 2 python"),
+        (ALONE, 0, "mpirun has started several torchruns", "mpirun -n 2 python"),
         (
             srun(0, SLURM_NODEID=1, SLURM_LOCALID=0),
             0,
