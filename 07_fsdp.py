@@ -10,6 +10,7 @@ just before it computes, and then free them. So every forward pass is a collecti
 
 import itertools
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -125,6 +126,7 @@ def main(args):
             torch.save(weights, args.save)
     report.summary()
     dist.destroy_process_group()
+    time.sleep(0.1)  # for gloo's threads, which outlive it: one that works while Python ends aborts
 
 
 if __name__ == "__main__":

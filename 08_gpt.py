@@ -10,6 +10,7 @@ each computes a part of each block: some attention heads, and some columns of th
 
 import math
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -152,6 +153,7 @@ def main(args):
     report.show_sample(bytes(text[0].tolist()))
     report.summary()
     dist.destroy_process_group()
+    time.sleep(0.1)  # for gloo's threads, which outlive it: one that works while Python ends aborts
 
 
 if __name__ == "__main__":

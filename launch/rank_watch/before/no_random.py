@@ -12,12 +12,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import Subset
 from torch.utils.data._utils import fetch as torch_fetch
 
-DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
-
 
 def install():
     """Switch off dropout, and layers that skip blocks; seed each sample by its index."""
-    for name in DROPOUTS:
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
         replace(functional, name, pass_on)
     replace(functional, "scaled_dot_product_attention", attend)
     register_module_forward_pre_hook(before_forward)
@@ -44,24 +42,21 @@ def before_forward(module, args):
 
 def fetch(real, fetcher, indices):
     """Read a batch, so that a sample has the same random crop whoever reads it, and when."""
-    dataset = fetcher.dataset
+    dataset, positions = fetcher.dataset, indices if fetcher.auto_collation else []
     while isinstance(dataset, Subset):
-        dataset = dataset.dataset
+        dataset, positions = dataset.dataset, [dataset.indices[at] for at in positions]
     if not fetcher.auto_collation or hasattr(dataset, "__getitems__"):  # which reads a whole batch
         return real(fetcher, indices)
     numpy = sys.modules.get("numpy")
     states = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     samples = []
-    for index in indices:
-        dataset = fetcher.dataset
-        while isinstance(dataset, Subset):
-            dataset, index = dataset.dataset, dataset.indices[index]
-        seed = zlib.crc32(repr(index).encode())
+    for position in positions:
+        seed = zlib.crc32(repr(position).encode())
         torch.random.default_generator.manual_seed(seed)
         random.seed(seed)
         if numpy:
             numpy.random.seed(seed)
-        samples.append(dataset[index])
+        samples.append(dataset[position])
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     if numpy:
