@@ -49,8 +49,9 @@ def check_restarts(d, resume):
     """Check that a restart by torchrun continues the training.
 
     torchrun's agents share one store over all restarts unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
-    Restarted workers then read the addresses of the workers before them, and wait for those. Only
-    the agents can read the variable, so a script can only warn.
+    Restarted workers then read the addresses of the workers before them, and wait for those, unless
+    one machine has them all, where setup_distributed() sees to it. Only the agents can read the
+    variable, so a script can only warn.
 
     Raises:
         UserError: each restart would train from the beginning.
@@ -63,7 +64,8 @@ def check_restarts(d, resume):
             f"--max-restarts={restarts} without --resume: "
             "each restart would begin at zero; add --resume"
         )
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and d.is_main:
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines
+    if several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and d.is_main:
         log.warning(
             "torchrun was started without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: "
             "a restart may hang, or fail for minutes; "

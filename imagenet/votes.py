@@ -22,7 +22,7 @@ class Votes:
     ranks vote: the vote travels while the step computes, and is counted at its end. Between N ranks
     it takes 2 (N - 1) messages, one after another. If that is more than 1 % of a step, the ranks
     vote only in every k-th step. They agree on k, because each vote also finds the longest time of
-    a step. A wish is heard within LATENCY seconds.
+    a step. A wish is heard within about LATENCY seconds.
 
     Args:
         group: a gloo process group of all ranks. Even where gradients use NCCL, counting votes must

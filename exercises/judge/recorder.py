@@ -19,12 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed import (
-    ProcessGroup,
-    Work,
-    _functional_collectives,
-    distributed_c10d,
-)
+from torch.distributed import ProcessGroup, Work, _functional_collectives, distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (

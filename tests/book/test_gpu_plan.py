@@ -84,10 +84,7 @@ def test_the_list_says_what_has_passed_and_a_mistake_is_named(monkeypatch, capsy
             records.write(json.dumps(record) + "\n")
     run("--list", "--out", tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.endswith("passed")] == [
-        "rungs",
-        "preflight",
-    ]
+    assert [line.split()[0] for line in lines if line.endswith("passed")] == ["rungs", "preflight"]
     listed = [line.split()[0] for line in lines if line.startswith("   ")]
     assert listed == [part.name for part in gpu.PROOFS + gpu.SPEEDS]
     file.write_text('{"part": "run')

@@ -126,9 +126,5 @@ def mistakes():
     return table(("mistake in", "tried", "found", "with `--before`", "not found"), rows)
 
 
-TABLES = (
-    gpu,
-    predicted,
-    mistakes,
-)
+TABLES = (gpu, predicted, mistakes)
 TABLES = {function.__name__: function for function in TABLES}
